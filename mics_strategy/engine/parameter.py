@@ -7,7 +7,6 @@ ranks in any training loop. Setting `grad` to None clears the accumulators.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
@@ -56,7 +55,6 @@ class ShardedParameter(ExactDTensor):
         mics_name: Name of the parameter in the model.
         mics_link: Link to the engine and to the gradient.
         mics_position: Position of the parameter in its bucket.
-        mics_self: The parameter itself, weakly.
         mics_memory: Its memory, with the writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
         mics_index: Index of this rank's shard.
@@ -66,7 +64,6 @@ class ShardedParameter(ExactDTensor):
     mics_link: GradientLink
     mics_position: int
     mics_memory: TensorMemory
-    mics_self: weakref.ref[ShardedParameter]
     mics_slice: ParamSlice
     mics_index: int
 
@@ -154,7 +151,6 @@ def make_sharded_parameter(
         like = sharded.detach()  # a hook that refers to the parameter would keep it alive
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, cast("ExactDTensor", like)))
     sharded.mics_memory = TensorMemory(writes)
-    sharded.mics_self = weakref.ref(sharded)  # `torch.utils.swap_tensors` refuses tensors with weak references
     return sharded
 
 

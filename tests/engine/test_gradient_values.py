@@ -144,16 +144,6 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_ever(ranks: RankPool, 
     ranks(2, _in_a_child, what)
 
 
-def _swapped(ctx: RankContext) -> None:
-    _, sharded = _trained()
-    with pytest.raises(RuntimeError, match="weakref"):
-        torch.utils.swap_tensors(sharded[0].weight, sharded[1].weight)
-
-
-def test_parameters_are_not_swapped_in_silence(ranks: RankPool) -> None:
-    ranks(2, _swapped)
-
-
 def _objects_of_gradients(ctx: RankContext) -> list[bool]:
     _, sharded = _trained()
     same = []
