@@ -226,6 +226,12 @@ def other_factor_of_a_penalty(ctx: RankContext) -> None:
     (_mlp()[0].weight.square().sum() * (1 + ctx.rank)).backward()
 
 
+def swapped(ctx: RankContext) -> None:
+    model = _mlp()
+    torch.utils.swap_tensors(model[0].weight, model[0].bias)
+    model(torch.ones(2, model[0].in_features))
+
+
 def part_copied(ctx: RankContext) -> None:
     copy.deepcopy(_mlp()[2])
 
@@ -420,6 +426,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (reduced_by_hand, LifecycleError, r"`c10d::allreduce_` got a sharded tensor.*leave the collective out"),
     (gathered_by_hand, LifecycleError, r"`c10d::allgather_` got a sharded tensor.*`tensor.full_tensor\(\)`"),
     (other_factor_of_a_penalty, LifecycleError, r"differs between ranks.*`torch.tensor\(factor\)`"),
+    (swapped, LifecycleError, r"`0.weight` holds what belongs to `0.bias`, after `torch.utils.swap_tensors`"),
     (part_copied, LifecycleError, r"cannot be (pickled or copied|deep-copied)"),
     (pickled, LifecycleError, r"cannot be pickled or copied"),
     (saved_whole, LifecycleError, r"cannot be pickled or copied"),

@@ -261,7 +261,8 @@ def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) ->
     """
     present = dict(model.named_parameters())
     if len(present) == len(names_by_id) and all(
-        id(parameter) in names_by_id and isinstance(parameter, ShardedParameter) for parameter in present.values()
+        isinstance(parameter, ShardedParameter) and names_by_id.get(id(parameter)) == parameter.mics_name
+        for parameter in present.values()
     ):
         return True
     if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
@@ -272,6 +273,11 @@ def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) ->
                 f"Parameter `{name}` was added, replaced or converted after `shard()`. Its gradient would not be "
                 "synchronized. Change the model first, then shard it. To change values, write into the existing "
                 "parameter. To lend values to `torch.func.functional_call`, pass plain tensors (`.detach()`)."
+            )
+        if names_by_id[id(parameter)] != parameter.mics_name:
+            raise LifecycleError(
+                f"Parameter `{name}` holds what belongs to `{parameter.mics_name}`, after `torch.utils.swap_tensors`. "
+                "Copy the values instead: `parameter.data.copy_(other)`."
             )
     removed = set(names_by_id) - {id(parameter) for parameter in present.values()}
     if removed:
