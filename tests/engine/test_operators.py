@@ -12,6 +12,8 @@ RESHAPES = {
     "as_strided_",
     "resize_",
     "resize_as_",
+    "resize__",  # its variant in place
+    "resize_as__",
     "squeeze_",
     "t_",
     "transpose_",
