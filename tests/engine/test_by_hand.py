@@ -208,8 +208,8 @@ def gradients_are_read_by_another_name(model: Model) -> None:
     kept["layers.2.bias"].mul_(kept["layers.0.weight"].abs().max())
     before = [parameter.grad for parameter in model.parameters()]
     plain_loss(model, torch.full((2, 4), 2.0, dtype=torch.float64)).backward()
-    model.zero_grad()  # what was added belongs to `before`
     for parameter, grad in zip(model.parameters(), before, strict=True):
+        parameter.grad = None  # what was added belongs to `grad`; `zero_grad` would have read it
         parameter.grad = grad * 0.5
 
 
