@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
@@ -128,6 +128,11 @@ def is_replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
+def is_partial(tensor: DTensor) -> bool:
+    """Whether the values are sums of what ranks hold, or other reductions."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ranks hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
@@ -157,8 +162,7 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     if not tensor.numel():
         return tensor.to_local().new_empty(tensor.shape)  # gloo divides by the size
     shardings = [(dim, placement) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    is_partial = any(isinstance(placement, Partial) for placement in tensor.placements)
-    if tensor.device.type != "cpu" or is_partial or len(shardings) != 1:
+    if tensor.device.type != "cpu" or is_partial(tensor) or len(shardings) != 1:
         replicated = DTensor.redistribute(tensor, placements=[Replicate()] * tensor.device_mesh.ndim)
         return DTensor.to_local(replicated)
     ((mesh_dim, placement),) = shardings

@@ -26,22 +26,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.placement import (
     are_equal,
     full_tensor,
     have_equal_values,
+    is_partial,
     is_replicated,
     like_tensor,
     mean_over_ranks,
 )
 from mics_strategy.comm.process import check_not_forked
+from mics_strategy.engine import op_schema
 from mics_strategy.engine.gathered_views import GatheredBase, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
-from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_arguments, written_by
+from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.errors import LifecycleError
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import TensorMemory
 
 _aten = torch.ops.aten
+# Norms of all gradients, for clipping, are reduced in one collective when they are combined, not one by one.
+_NORMS = (_aten.linalg_vector_norm.default,)
+_KEEP_PARTIAL = (_aten.stack.default, _aten._to_copy.default, _aten.detach.default)
 _FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps
 
 
@@ -111,6 +116,13 @@ class ExactDTensor(DTensor):
         if self.mics_memory is not None:
             self.mics_memory.before_read()
 
+    def finish_sum(self) -> None:
+        """Reduce what ranks have a part of, in place. Collective."""
+        check_not_forked()
+        placements = [Replicate() if placement.is_partial() else placement for placement in self.placements]
+        whole = DTensor.redistribute(as_torch_dtensor(self), placements=placements)
+        self._local_tensor, self._spec = whole._local_tensor, whole._spec
+
     @property
     def mics_label(self) -> str:
         """Name of the tensor in errors."""
@@ -156,6 +168,8 @@ class ExactDTensor(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part: its rows, or all of a replicated tensor."""
         self.mics_before_read()
+        if is_partial(self):
+            self.finish_sum()
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
             return self.full_tensor()
         return super().to_local(grad_placements=grad_placements)
@@ -263,16 +277,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _run(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(func, args, kwargs)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    is_nested = kwargs or any(isinstance(argument, (list, tuple, dict)) for argument in args)
+    tensors = tensors_in((args, kwargs)) if is_nested else [a for a in args if isinstance(a, torch.Tensor)]
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     for tensor in exact:
         if func is not _aten.detach.default:
             tensor.mics_before_read()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
+        if func not in _KEEP_PARTIAL and is_partial(tensor):
+            tensor.finish_sum()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
-    elif _fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
+    elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0])
     elif torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs):
         result = _run_on_whole(func, args, kwargs, exact[0])
@@ -283,7 +300,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_memory.writes.num += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
-    returned = written_arguments(func, args, kwargs)
+    returned = op_schema.written_arguments(func, args, kwargs)
     return result if returned is None else returned
 
 
@@ -326,13 +343,15 @@ def _in_backward() -> bool:
 
 def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
     """Run an operation as torch's DTensor does; finish a reduction."""
-    shard_args, shard_kwargs = tree_map_only(ExactDTensor, as_torch_dtensor, (args, kwargs))
+    shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
     result = func(*shard_args, **shard_kwargs)
-    if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
-        check_not_forked()
-        placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
-        result = result.redistribute(placements=placements)
-    result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
+    is_norm = func in _NORMS and not torch.is_grad_enabled()
+    if isinstance(result, DTensor):
+        as_exact(result, like.mics_random)
+    else:
+        result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
+    if isinstance(result, ExactDTensor) and is_partial(result) and not is_norm and func not in _KEEP_PARTIAL:
+        result.finish_sum()
     if is_view(func):
         for view in tensors_in(result):
             view.mics_gathered = like.mics_gathered
@@ -383,12 +402,6 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     result = func(*whole_args, **whole_kwargs)
     wholes.keep_parts(written_by(func, args, kwargs))
     return result
-
-
-def _fills_with_random_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws a number for each element, without a generator."""
-    is_seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-    return is_seeded and func._schema.name.endswith(("_", "_like"))
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:

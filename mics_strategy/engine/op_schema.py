@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+T = TypeVar("T")
 
 
 def tensors_in(tree: Any) -> list[Any]:
     """The tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_arguments(cls: type[T], change: Callable[[T], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of an operation with those of a class changed, also in lists.
+
+    Most operations get no list, and a walk through containers costs more than they do.
+    """
+    if kwargs or any(isinstance(argument, (list, tuple, dict)) for argument in args):
+        changed: tuple[Any, Any] = tree_map_only(cls, change, (args, kwargs))
+        return changed
+    return tuple(change(argument) if isinstance(argument, cls) else argument for argument in args), kwargs
 
 
 def is_view(func: Any) -> bool:
@@ -49,3 +62,9 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if len(written) < len(func._schema.returns):
         return None
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def fills_with_random_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws a number for each element, without a generator."""
+    is_seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    return is_seeded and func._schema.name.endswith(("_", "_like"))
