@@ -238,7 +238,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
-        ctx.like = tensor.detach()
+        ctx.like = as_exact(cast("DTensor", tensor.detach()), tensor.mics_random)  # torch 2.11 gives a DTensor
         whole = _gather(tensor)
         return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
 
