@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import TensorMemory
 
 _aten = torch.ops.aten
-# Norms of all gradients, for clipping, are reduced in one collective when they are combined, not one by one.
-_NORMS = (_aten.linalg_vector_norm.default,)
-_KEEP_PARTIAL = (_aten.stack.default, _aten._to_copy.default, _aten.detach.default)
 _FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps
 
 
@@ -285,7 +282,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_before_read()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
-        if func not in _KEEP_PARTIAL and is_partial(tensor):
+        if is_partial(tensor):  # of a list of norms
             tensor.finish_sum()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
@@ -345,12 +342,11 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
     """Run an operation as torch's DTensor does; finish a reduction."""
     shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
     result = func(*shard_args, **shard_kwargs)
-    is_norm = func in _NORMS and not torch.is_grad_enabled()
     if isinstance(result, DTensor):
         as_exact(result, like.mics_random)
     else:
         result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
-    if isinstance(result, ExactDTensor) and is_partial(result) and not is_norm and func not in _KEEP_PARTIAL:
+    if isinstance(result, ExactDTensor) and is_partial(result):
         result.finish_sum()
     if is_view(func):
         for view in tensors_in(result):

@@ -24,7 +24,7 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
 
     Args:
         cls: The class.
-        run: What runs an operation of which at least one argument is of the class.
+        run: Function that runs an operation of which at least one argument is of the class.
         func: The function.
         args: Its positional arguments.
         kwargs: Its other arguments.
