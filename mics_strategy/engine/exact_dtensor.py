@@ -282,7 +282,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_before_read()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
-        if is_partial(tensor):  # of a list of norms
+        if (
+            is_partial(tensor) and func is not _aten.stack.default
+        ):  # one of many norms: stacked, they are reduced at once
             tensor.finish_sum()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
