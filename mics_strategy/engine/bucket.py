@@ -212,13 +212,15 @@ class Bucket:
 
         Read often, so the loop is C's.
         """
-        with fast_attributes():
-            return int(sum(map(_NUM_WRITES, self._counted)) + self.writes.num)
+        return int(sum(map(_NUM_WRITES, self._locals)) + self.writes.num)
 
     @cached_property
-    def _counted(self) -> list[torch.Tensor]:
-        """The sharded parameters and their local shards, with torch's counts of writes."""
-        return [tensor for sharded in self.sharded_params for tensor in (sharded, sharded.local)]
+    def _locals(self) -> list[torch.Tensor]:
+        """The local shards. Torch counts writes to them.
+
+        `writes` counts those to the sharded parameters.
+        """
+        return [sharded.local for sharded in self.sharded_params]
 
     @property
     def num_requiring_grad(self) -> int:

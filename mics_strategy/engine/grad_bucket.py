@@ -387,15 +387,27 @@ class GradBucket:
                     exposed._local_tensor.add_(stored._local_tensor if isinstance(stored, DTensor) else stored)
                     if isinstance(stored, ExactDTensor) and stored._spec == exposed._spec:
                         memory.give(stored, exposed)  # more is added to it, as autograd would
-                memory.finish = parameter.mics_link.finish_gradients
+                memory.finish = memory.finish or parameter.mics_link.finish_gradients
                 memory.writes.num += 1
                 parameter.raw_grad = exposed
 
-    def zero_grad(self, position: int) -> None:
-        """Drop one parameter's gradient, but not what the flat buffer is collecting."""
+    def zero_grad(self, position: int, *, is_kept: bool) -> None:
+        """Drop one parameter's gradient, but not what the flat buffer is collecting.
+
+        Args:
+            position: Position of the parameter.
+            is_kept: Result of `is_kept`. What a script has kept gets memory of its own: the engine writes to its memory
+                again.
+        """
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
-        self._leave_to_script(position)
+        exposed = self._dtensors[position]
+        memory = cast("TensorMemory", exposed.mics_memory)
+        memory.has_lost_graph = False
+        if is_kept:
+            self._dtensors[position] = self._new_dtensor(position)
+            memory.add(exposed)
+            memory.leave()
         self.feedback.drop(position)
         self.flags.apply("zero_grad", [position])
         if not self.flags.any(GradFlag.MAYBE_USED):
@@ -409,20 +421,6 @@ class GradBucket:
             return True
         num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the list, the variable, the argument
         return sys.getrefcount(exposed) > num_own or bool(exposed.mics_memory.shared)
-
-    def _leave_to_script(self, position: int) -> None:
-        """Give a gradient that a script has kept memory of its own.
-
-        The engine writes to its memory again.
-        """
-        is_kept = self.is_kept(position)
-        exposed = self._dtensors[position]
-        memory = cast("TensorMemory", exposed.mics_memory)
-        memory.has_lost_graph = False
-        if is_kept:
-            self._dtensors[position] = self._new_dtensor(position)
-            memory.add(exposed)
-            memory.leave()
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         if not positions:

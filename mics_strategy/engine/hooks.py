@@ -327,9 +327,10 @@ class EngineLink:
         """See `parameter.GradientLink`."""
         engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
         if engine is not None and gradient is not None:
-            if gradient.is_kept(position):  # with all that was added to it
-                engine.finish_gradients()
-            engine.reducer.zero_grad(gradient, position)
+            is_kept = gradient.is_kept(position)
+            if is_kept:
+                engine.finish_gradients()  # a script keeps all that was added to it
+            engine.reducer.zero_grad(gradient, position, is_kept=is_kept)
 
     def settle_gradient(self, position: int) -> None:
         """See `parameter.GradientLink`."""

@@ -301,11 +301,14 @@ class Reducer:
         self.finish_first_hops()
         self._second_hops.wait_all()
 
-    def zero_grad(self, gradient: GradBucket, position: int) -> None:
-        """Drop one parameter's gradient, with its parts in flight."""
+    def zero_grad(self, gradient: GradBucket, position: int, *, is_kept: bool) -> None:
+        """Drop one parameter's gradient, with its parts in flight.
+
+        `is_kept` is that of `GradBucket`.
+        """
         self.finish_first_hops()
         self._second_hops.drop(gradient, position)
-        gradient.zero_grad(position)
+        gradient.zero_grad(position, is_kept=is_kept)
 
     def end_interrupted_backward(self) -> None:
         """Reduce what has arrived before an exception has ended a backward.

@@ -66,19 +66,6 @@ class _SwappedParam:
             self.shown_grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
             self.local.grad = self.shown_grad
 
-    def copy_aliases(self, state: dict[Any, Any]) -> None:
-        """Copy states that are the gradient, or values that were replaced.
-
-        ``state["previous"] = parameter.grad`` keeps it in torch, but the engine writes to this memory again.
-        """
-        grad = self.local.grad
-        written = {0 if grad is None else grad.data_ptr()}
-        if self.local.data_ptr() != self.storage.data_ptr():
-            written.add(self.storage.data_ptr())
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.data_ptr() in written:
-                state[key] = value.clone()
-
     def swap_grad_out(self) -> None:
         """Set the gradient to that of the local tensor if this is another one, or None.
 
@@ -101,12 +88,13 @@ class _SwappedParam:
         Whole tensors that a script has set are replaced by their rows.
         """
         sharded = self.sharded
+        placements = sharded._spec.placements
         for key, value in state.items():
-            if isinstance(value, DTensor) and (value.placements == sharded.placements or not value.dim()):
+            if isinstance(value, DTensor) and (value._spec.placements == placements or not value.dim()):
                 self.states[key] = value
                 state[key] = value._local_tensor
             elif (
-                self.owner is None and isinstance(value, torch.Tensor) and value.shape == sharded.shape and value.dim()
+                isinstance(value, torch.Tensor) and value.dim() and self.owner is None and value.shape == sharded.shape
             ):
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
@@ -116,16 +104,24 @@ class _SwappedParam:
 
         Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
         tensors, which only the owner has.
+
+        States that are the gradient, or values that were replaced, are copied: ``state["previous"] = parameter.grad``
+        keeps it in torch, but the engine writes to this memory again.
         """
-        shape = self.sharded.local.shape
+        shape, grad = self.sharded.local.shape, self.local.grad
+        written = {0 if grad is None else grad.data_ptr()}
+        if self.local.data_ptr() != self.storage.data_ptr():
+            written.add(self.storage.data_ptr())
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != shape or isinstance(value, DTensor):
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
-            dtensor = self.states.get(key)
-            if dtensor is not None and dtensor._local_tensor is value:
+            dtensor, is_alias = self.states.get(key), value.data_ptr() in written
+            if dtensor is not None and dtensor._local_tensor is value and not is_alias:
                 state[key] = dtensor
-            elif self.owner is None and value.dim() and value.dim() == self.sharded.dim():
-                state[key] = self.sharded.like_self(value)
+                continue
+            kept = state[key] = value.clone() if is_alias else value
+            if self.owner is None and value.dim() and value.dim() == self.sharded.dim() and value.shape == shape:
+                state[key] = self.sharded.like_self(kept)
         self.states.clear()
 
 
@@ -246,12 +242,10 @@ class LocalParamSwap:
             for param in self._params.values():
                 state = states.pop(param.local, None)
                 if state is not None:
-                    param.copy_aliases(state)
-                param.swap_grad_out()
-                param.restore_storage()
-                if state is not None:
                     param.wrap(state)
                     states[param.sharded] = state
+                param.swap_grad_out()
+                param.restore_storage()
                 if param.is_stepped:
                     param.sharded.mics_memory.writes.num += 1
         self._is_sync_due = bool(self.exchanges)
