@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
@@ -209,6 +210,10 @@ class ExactDTensor(DTensor):
         """Pickle as torch's DTensor, with this rank's part."""
         tensor = as_torch_dtensor(self)
         return tensor.__reduce_ex__(protocol) if is_replicated(self) else (part_of_rank, (tensor, dist.get_rank()))
+
+
+# As torch does for DTensor: `clip_grad_norm_` otherwise reduces the norm of each gradient for itself.
+_foreach_supported_types.append(cast("Any", ExactDTensor))
 
 
 def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:

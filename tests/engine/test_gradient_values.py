@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -159,3 +160,19 @@ def _objects_of_gradients(ctx: RankContext) -> list[bool]:
 
 def test_only_a_gradient_that_is_kept_is_copied(ranks: RankPool) -> None:
     assert ranks(2, _objects_of_gradients) == [[True, False, True]] * 2
+
+
+def _clipped_by_torch(ctx: RankContext) -> None:
+    plain, sharded = _trained()
+    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert all(parameter.grad is not None for parameter in sharded.parameters())  # ends reductions
+    with mock.patch.object(ExactDTensor, "finish_sum", autospec=True, side_effect=ExactDTensor.finish_sum) as reduced:
+        norm = nn.utils.clip_grad_norm_(sharded.parameters(), 0.1)
+    assert reduced.call_count == 1
+    torch.testing.assert_close(float(norm), float(expected_norm))
+    for parameter, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+def test_clipping_by_torch_reduces_all_norms_at_once(ranks: RankPool) -> None:
+    ranks(2, _clipped_by_torch)
