@@ -198,7 +198,7 @@ class ExactDTensor(DTensor):
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             """Run a function of torch, with its operations on an `ExactDTensor`."""
-            return run_function(cls, _run, func, args, kwargs or {})
+            return run_function(ExactDTensor, _run, func, args, kwargs or {})
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

@@ -39,19 +39,18 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return True  # the mean of a loss divides by the rows of this rank
     if any(isinstance(argument, list) and not argument for argument in args):
         return True  # no dimensions, by which DTensor does not understand all of them
-    if _fails_on_an_empty_part(func, args, kwargs):
-        return True
     try:
         info = dispatcher.unwrap_to_op_info(func, args, kwargs)
         dispatcher.sharding_propagator.propagate(info)
-    except (NotImplementedError, RuntimeError, ValueError, AssertionError):  # it has no rule for these arguments
+    except (RuntimeError, ValueError, AssertionError, LookupError):  # it has no rule for these arguments
         return True
     sharding = info.output_sharding
-    if not sharding.needs_redistribute:
-        return False
-    wanted = tree_leaves(sharding.redistribute_schema.args_schema)
-    pairs = zip(info.flat_args_schema, wanted, strict=False)
-    return any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs)
+    if sharding.needs_redistribute:
+        wanted = tree_leaves(sharding.redistribute_schema.args_schema)
+        pairs = zip(info.flat_args_schema, wanted, strict=False)
+        if any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs):
+            return True
+    return _fails_on_an_empty_part(func, args, kwargs)
 
 
 def _fails_on_an_empty_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -74,14 +73,14 @@ def _has_empty_part(tensor: DTensor) -> bool:
 
 
 def _smallest_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of the last rank, without values."""
+    """A tensor like the part of the last rank. Not on `meta`, where `max` of nothing does not raise."""
     if not isinstance(tensor, DTensor):
-        return tensor.to("meta")
+        return tensor.cpu()
     shape = list(tensor.shape)
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if isinstance(placement, Shard):
             shape[placement.dim] = _num_on_last_rank(shape[placement.dim], size)
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return torch.zeros(shape, dtype=tensor.dtype)
 
 
 def _num_on_last_rank(num: int, num_ranks: int) -> int:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -30,7 +31,7 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
         kwargs: Its other arguments.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if func.__name__ in ("__get__", "__set__"):  # of an attribute
+        if func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS:  # of another attribute
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)

@@ -60,8 +60,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def samples(every: int, *, in_place: bool, differentiable: bool) -> list[Sample]:
-    """The first sample of every so many-th operator with one in fp64 that draws no random numbers."""
+def samples(every: int, *, in_place: bool, differentiable: bool, of_a_row: bool) -> list[Sample]:
+    """The first sample of every so many-th operator with one in fp64 that draws no random numbers.
+
+    Of a row: its first row alone, where the operator takes it, of which most ranks have nothing.
+    """
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so only where needed
 
     chosen = []
@@ -73,7 +76,11 @@ def samples(every: int, *, in_place: bool, differentiable: bool) -> list[Sample]
         for sample in itertools.islice(_dense_samples(op), 1):
             args = (tuple(sample.args), dict(sample.kwargs))
             calls = {op.name: op.op, f"{op.name}_": op.inplace_variant if in_place else None}
-            made = [Sample(name, call, sample.input.detach(), args) for name, call in calls.items() if call is not None]
+            values = sample.input.detach()
+            if of_a_row and (not values.dim() or values.shape[0] == 1):
+                continue
+            values = values[:1] if of_a_row else values
+            made = [Sample(name, call, values, args) for name, call in calls.items() if call is not None]
             chosen += [one for one in made if _is_deterministic(one)]
     return chosen
 
@@ -104,7 +111,7 @@ def _is_deterministic(sample: Sample) -> bool:
     try:
         with _Draws() as draws:
             sample.on(sample.values.clone())
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ValueError, LookupError):
         return False  # in place, on a shape that does not hold the result, or for GPUs alone
     return not draws.has_drawn
 
@@ -147,9 +154,9 @@ class Holder(nn.Module):
 
 
 @_quiet()
-def sweep_values(ctx: RankContext, preset: str, every: int) -> Found:
+def sweep_values(ctx: RankContext, preset: str, every: int, of_a_row: bool) -> Found:
     """Each operator on a parameter, and on its gradient; a result that is a view is written to."""
-    chosen = samples(every, in_place=True, differentiable=False)
+    chosen = samples(every, in_place=True, differentiable=False, of_a_row=of_a_row)
     model = Holder(chosen)
     shard(model, ShardConfig.preset(preset))
     found = Found()
@@ -189,9 +196,9 @@ def _address(leaf: object) -> int:
 
 
 @_quiet()
-def sweep_gradients(ctx: RankContext, preset: str, every: int) -> Found:
+def sweep_gradients(ctx: RankContext, preset: str, every: int, of_a_row: bool) -> Found:
     """Each operator in a loss in which every rank weighs its results differently, and in one of parameters alone."""
-    chosen = samples(every, in_place=False, differentiable=True)
+    chosen = samples(every, in_place=False, differentiable=True, of_a_row=of_a_row)
     model = Holder(chosen)
     shard(model, ShardConfig.preset(preset))
     found = Found()

@@ -27,6 +27,8 @@ class Odd(nn.Module):
         values = torch.arange(first, first + 32).view(8, 4)
         self.layer = nn.Linear(4, 4)
         self.table = nn.Parameter(values.to(dtype), requires_grad=False)
+        strided = torch.arange(first, first + 4, dtype=torch.float64)[::3]
+        self.one = nn.Parameter(strided[:1], requires_grad=False)  # contiguous, whatever its stride
         self.register_buffer("transposed", values.to(dtype).t())
         self.register_buffer("expanded", values[:1, :1].to(torch.float32).expand(3, 4))
         self.seen: list[Tensor] = []

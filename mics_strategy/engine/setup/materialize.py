@@ -120,7 +120,7 @@ def fingerprint(value: torch.Tensor) -> tuple[int, int]:
     Cost:
         Memory: 256 MiB for a tensor of any size. One synchronization with the device.
     """
-    flat = value.detach().reshape(-1)
+    flat = value.detach().contiguous().as_strided((value.numel(),), (1,))  # a single element may have any stride
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _WORDS):
