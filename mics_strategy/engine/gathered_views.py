@@ -39,6 +39,8 @@ class GatheredBase:
     def write_back(self) -> None:
         """Copy this rank's part of `whole` to the base."""
         keep_part(self.base, self.whole)
+        if self.base.mics_memory is not None:
+            self.base.mics_memory.writes.num += 1
         number, writes = version_of(self.base)
         self.version = (number + 1, writes)  # torch counts the operation, through the view, when it has ended
 

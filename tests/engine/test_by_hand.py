@@ -317,6 +317,8 @@ def _train(model: Model, loop: Loop, losses_of: Callable[[Model, int], list[Tens
         optimizer.step()
         optimizer.zero_grad()
         if after_step is not None:
+            with torch.no_grad():
+                model(_batch(step, 0))  # gathers values that must not be used after the script has written others
             after_step(model)
     return {name: whole(value).detach() for name, value in model.state_dict().items()}
 
