@@ -30,6 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from typing_extensions import override
 
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
@@ -60,6 +61,11 @@ class UnshardedParameter(nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter, without attributes: those of the engine are among them."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class SavedVersions:

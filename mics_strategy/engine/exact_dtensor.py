@@ -19,7 +19,7 @@ Operations that gather are collective. Like every DTensor operation that communi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +46,9 @@ from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
 from mics_strategy.engine.pickled_parts import part_of_rank
+from mics_strategy.engine.python_values import PythonValues
 from mics_strategy.engine.torch_2_11 import run_function
+from mics_strategy.engine.user_collectives import run_collective
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ _aten = torch.ops.aten
 _FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps
 
 
-class ExactDTensor(DTensor):
+class ExactDTensor(PythonValues, DTensor):
     """A DTensor whose operations have the results of the whole tensor.
 
     Attributes:
@@ -140,11 +142,6 @@ class ExactDTensor(DTensor):
                 "`parameter.full_tensor()`."
             )
         super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def apply_(self, function: Callable[[Any], Any]) -> ExactDTensor:
-        """Apply a function of Python to each element. Collective."""
-        self.copy_(self.full_tensor().detach().clone().apply_(function))
-        return self
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -270,10 +267,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten.equal.default and all(isinstance(a, DTensor) for a in args) and args[0]._spec == args[1]._spec:
         return are_equal(*args)
     if func.namespace == "c10d":
-        raise LifecycleError(
-            f"`{func._schema.name}` got a sharded tensor. Replicas are kept equal, and gradients are means over all "
-            "ranks already: leave the collective out. For one of whole values, pass `tensor.full_tensor()`."
-        )
+        return run_collective(func, args, kwargs)
     if torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference():
         with torch.inference_mode(False), torch.no_grad():  # autograd gives a view the version counter of its base
             return _run(func, args, kwargs)

@@ -72,9 +72,8 @@ class Sharded:
             for bucket in unit.buckets:
                 link = EngineLink(self._engine, bucket, next(gradients) if bucket.spec.trainable else None)
                 for position, sharded in enumerate(bucket.sharded_params):
-                    sharded.__dict__.update(
-                        plain[sharded.mics_name].__dict__
-                    )  # attributes that users set on parameters
+                    sharded.__dict__.update(plain[sharded.mics_name].__dict__)
+                    bucket.unsharded.params[position].__dict__ = sharded.__dict__  # attributes that a script sets
                     sharded.mics_link, sharded.mics_position = link, position
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.consensus import Rendezvous, gather_objects
 from mics_strategy.comm.control import ControlGroup, as_dense
@@ -94,13 +95,31 @@ def agreed_specs(by_rank: Sequence[dict[str, BufferSpec]]) -> dict[str, BufferSp
     return by_rank[0]
 
 
+def _check_own_memory(buffer: torch.Tensor, name: str) -> None:
+    """Check that a buffer does not share the memory of parameters that have been resharded.
+
+    Raises:
+        LifecycleError: It does: a forward has kept a parameter.
+    """
+    try:
+        buffer.data_ptr()
+    except RuntimeError as error:
+        raise LifecycleError(
+            f"The buffer `{name}` shares memory with a parameter, which other values use now. Keep a copy: "
+            "`self.weight.detach().clone()`."
+        ) from error
+
+
 def _dense_buffers(model: nn.Module) -> dict[str, tuple[BufferSpec, torch.Tensor]]:
     """Spec and values of each buffer with values in dense memory, by its first name."""
     found: dict[int, tuple[str, BufferSpec, torch.Tensor]] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in found and buffer.layout is torch.strided and buffer.numel():
+            if isinstance(buffer, DTensor) or buffer is None or id(buffer) in found:
+                continue  # a DTensor is one and the same on all ranks
+            if buffer.layout is torch.strided and buffer.numel():
                 dense = as_dense(buffer)
+                _check_own_memory(dense, name)
                 spec = BufferSpec((*dense.shape,), buffer.dtype, name not in module._non_persistent_buffers_set)
                 found[id(buffer)] = (f"{path}.{name}" if path else name, spec, dense)
     return {name: (spec, dense) for name, spec, dense in found.values()}
