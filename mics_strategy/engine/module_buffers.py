@@ -96,7 +96,7 @@ def agreed_specs(by_rank: Sequence[dict[str, BufferSpec]]) -> dict[str, BufferSp
 
 
 def _check_own_memory(buffer: torch.Tensor, name: str) -> None:
-    """Check that a buffer does not share the memory of parameters that have been resharded.
+    """Check that a buffer does not share the memory of resharded parameters.
 
     Raises:
         LifecycleError: It does: a forward has kept a parameter.

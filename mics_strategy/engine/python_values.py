@@ -1,4 +1,7 @@
-"""What Python gets of sharded tensors: numbers, lists, arrays. torch refuses them for every class but its own."""
+"""What Python gets of sharded tensors: numbers, lists, arrays.
+
+torch refuses them for every class but its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from mics_strategy.errors import LifecycleError
 
 
 class PythonValues:
-    """Methods of a DTensor whose results are no tensors, or that take functions of Python."""
+    """Methods of a DTensor that have no tensors as results, or take functions."""
 
     __slots__ = ()  # the class of a DTensor is changed to one with this base
 

@@ -13,7 +13,9 @@ from mics_strategy.errors import LifecycleError
 
 
 def run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation of c10d on results that each rank has for itself, such as a loss with a penalty.
+    """Run an operation of c10d on results that each rank has for itself.
+
+    Such as a loss with a penalty on parameters.
 
     Raises:
         LifecycleError: A tensor is sharded, or the engine's own.
