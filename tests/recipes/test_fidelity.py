@@ -158,6 +158,7 @@ def run(arguments: list[str], repository: Path) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four launches
 def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
     small = ("--ranks=2", "--steps=4", "--source=grammar", "--global-batch=4", "--strategies=zero3,zeropp")
     result = run(["--family=bert", *small, f"--cache-dir={cache_dir}", f"--out={tmp_path}"], repository)
