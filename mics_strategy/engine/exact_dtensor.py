@@ -116,6 +116,11 @@ class ExactDTensor(PythonValues, DTensor):
         if self.mics_memory is not None:
             self.mics_memory.before_read()
 
+    @property
+    def mics_is_result(self) -> bool:
+        """Whether this rank has it whole, in memory that is no parameter's or gradient's."""
+        return is_replicated(self) and self.mics_memory is None and self.mics_gathered is None
+
     def finish_sum(self) -> None:
         """Reduce what ranks have a part of, in place. Collective."""
         check_not_forked()
@@ -273,17 +278,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _run(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(func, args, kwargs)
-    is_nested = kwargs or any(isinstance(argument, (list, tuple, dict)) for argument in args)
-    tensors = tensors_in((args, kwargs)) if is_nested else [a for a in args if isinstance(a, torch.Tensor)]
+    is_flat = op_schema.are_flat(args, kwargs)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)] if is_flat else tensors_in((args, kwargs))
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     for tensor in exact:
         if func is not _aten.detach.default:
             tensor.mics_before_read()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
-        if (
-            is_partial(tensor) and func is not _aten.stack.default
-        ):  # one of many norms: stacked, they are reduced at once
+        if is_partial(tensor) and func is not _aten.stack.default:  # stacked norms are reduced at once
             tensor.finish_sum()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)

@@ -36,6 +36,7 @@ from mics_strategy.comm.consensus import Rendezvous, gather_objects
 from mics_strategy.comm.control import ControlGroup, as_dense
 from mics_strategy.comm.transport import timeout_of
 from mics_strategy.engine.lifecycle import UnitPhase
+from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def _check_own_memory(buffer: torch.Tensor, name: str) -> None:
     try:
         buffer.data_ptr()
     except RuntimeError as error:
+        if explain_refusal(error) is None:
+            return  # a class of tensor without memory of its own
         raise LifecycleError(
             f"The buffer `{name}` shares memory with a parameter, which other values use now. Keep a copy: "
             "`self.weight.detach().clone()`."

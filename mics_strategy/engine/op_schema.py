@@ -17,12 +17,17 @@ def tensors_in(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def map_arguments(cls: type[T], change: Callable[[T], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of an operation with those of a class changed, also in lists.
+def are_flat(args: Any, kwargs: Any) -> bool:
+    """Whether no argument is a container.
 
-    Most operations get no list, and a walk through containers costs more than they do.
+    Most operations get none, and a walk through containers costs more than they do.
     """
-    if kwargs or any(isinstance(argument, (list, tuple, dict)) for argument in args):
+    return not kwargs and not any(isinstance(argument, (list, tuple, dict)) for argument in args)
+
+
+def map_arguments(cls: type[T], change: Callable[[T], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of an operation with those of a class changed, also in lists."""
+    if not are_flat(args, kwargs):
         changed: tuple[Any, Any] = tree_map_only(cls, change, (args, kwargs))
         return changed
     return tuple(change(argument) if isinstance(argument, cls) else argument for argument in args), kwargs

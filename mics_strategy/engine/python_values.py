@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mics_strategy.comm.placement import is_replicated
 from mics_strategy.errors import LifecycleError
 
 
@@ -32,7 +31,7 @@ class PythonValues:
         Raises:
             LifecycleError: It would be this rank's part, or torch would not see what is written to it.
         """
-        if self.mics_memory is not None or not is_replicated(self):
+        if not self.mics_is_result:
             raise LifecycleError(
                 f"{self.mics_label} is sharded and has no array of all its values. Use `.full_tensor().numpy()`, on "
                 "all ranks. To write, use operations of torch."

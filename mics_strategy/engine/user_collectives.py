@@ -7,7 +7,6 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from mics_strategy.comm.placement import is_replicated
 from mics_strategy.engine.op_schema import tensors_in
 from mics_strategy.errors import LifecycleError
 
@@ -18,10 +17,10 @@ def run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Such as a loss with a penalty on parameters.
 
     Raises:
-        LifecycleError: A tensor is sharded, or the engine's own.
+        LifecycleError: A tensor is sharded, or what is written to it would not reach the engine.
     """
     for tensor in tensors_in((args, kwargs)):
-        if isinstance(tensor, DTensor) and not (is_replicated(tensor) and getattr(tensor, "mics_memory", None) is None):
+        if not getattr(tensor, "mics_is_result", not isinstance(tensor, DTensor)):
             raise LifecycleError(
                 f"`{func._schema.name}` got a sharded tensor. Replicas are kept equal, and gradients are means over "
                 "all ranks already: leave the collective out. For one of whole values, pass `tensor.full_tensor()`."

@@ -48,17 +48,20 @@ def test_a_loss_of_each_rank_is_gathered_printed_and_listed(ranks: RankPool, pre
 
 def _values_of_parameters(ctx: RankContext) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     plain = copy.deepcopy(model)
     shard(model, ShardConfig.preset("zero3"))
     assert model[0].weight.tolist() == plain[0].weight.tolist()
     assert model[1].bias.abs().max().item() == plain[1].bias.abs().max().item()  # one row for two ranks
-    for refused in (model[0].weight.detach(), model[0].weight.detach()[:1]):
+    weight = model[0].weight.detach()
+    for refused in (weight, weight[:1], weight[0]):  # a write to the array, or by the collective, would be lost
         with pytest.raises(LifecycleError, match=r"`\.full_tensor\(\)\.numpy\(\)`"):
             refused.numpy()
+        with pytest.raises(LifecycleError, match="leave the collective out"):
+            dist.all_reduce(refused)
 
 
-def test_values_are_those_of_the_whole_parameter_and_arrays_refused(ranks: RankPool) -> None:
+def test_values_are_those_of_the_whole_parameter_and_what_would_be_lost_is_refused(ranks: RankPool) -> None:
     ranks(2, _values_of_parameters)
 
 
