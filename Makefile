@@ -56,7 +56,7 @@ test-all:
 # On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
 OUT ?= gpu-results
 gpu:
-	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run
+	OUT=$(OUT) $(PYTHON) -m tests.gpu.first_run $(PARTS)
 
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml

@@ -1,15 +1,16 @@
 """What do kernels and engine reach on one GPU?
 
-``python -m benchmarks.gpu`` measures six things, prints a table of each as soon as it has it, and writes JSON:
+``python -m benchmarks.gpu`` measures seven things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
 - ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
+- ``pretended``: steps and host time of one of 8 ranks, beside FSDP2 (`gpu_pretended`);
 - ``ranks``: steps of 2 and 4 ranks on the device, over gloo (`gpu_ranks`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
 - ``memory``: what is allocated, beside what account and estimate say (`gpu_memory`);
 - ``trace``: two steps, in a file to look at (`gpu_trace`).
 
-The last three pretend to be rank 0 of many (`gpu_pretended`). So order and memory are the real ones, and no time says
+`pretended` and the last three pretend to be rank 0 of many. So order and memory are the real ones, and no time says
 anything of a network. See docs/benchmarks.md.
 """
 
@@ -37,7 +38,7 @@ from torch import nn
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
 from benchmarks.gpu_memory import measure_memory
 from benchmarks.gpu_model import SIZES, Block, Shape
-from benchmarks.gpu_pretended import WARM_UP, config_of, pretended_ranks, sharded
+from benchmarks.gpu_pretended import WARM_UP, compare_pretended, config_of, pretended_ranks, sharded
 from benchmarks.gpu_ranks import measure_ranks
 from benchmarks.gpu_trace import measure_trace
 from benchmarks.gpu_training import Rounds, compare_engines
@@ -45,7 +46,7 @@ from benchmarks.megatron_peer import DISTRIBUTION, installed_version
 from mics_strategy.engine.streams import Op, OpChain, OpStream
 from mics_strategy.engine.unit import GatherResources, Unit
 
-PARTS = ("codecs", "engine", "ranks", "overlap", "memory", "trace")
+PARTS = ("codecs", "engine", "pretended", "ranks", "overlap", "memory", "trace")
 _RANKS_SIZE = "30m"  # all ranks are on one device, and gloo moves what they send through host memory
 _OVERLAP_RANKS = 8
 _SMOKE = Sizes(numel=5000, pieces=3, rounds=1, calls=1)
@@ -232,6 +233,7 @@ def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Calla
     return {
         "codecs": lambda: measure_codecs(device, sizes),
         "engine": lambda: compare_engines(shape, device, rounds),
+        "pretended": lambda: compare_pretended(shape, device, rounds),
         "ranks": lambda: measure_ranks(SIZES["tiny" if options.smoke else _RANKS_SIZE], device, rounds),
         "overlap": lambda: measure_overlap(shape, device),
         "memory": lambda: measure_memory(shape, device),

@@ -1,25 +1,30 @@
 """Rank 0 of many ranks that are not there.
 
 The process group that torch's own tests use stands in for the others. What it gathers is this rank's shard again and
-again, copied on the stream on which a gather would run; a reduction keeps what this rank has.
+again, copied on the stream on which a gather would run; a reduction keeps this rank's part of what this rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_codecs import Meter, Row
 from benchmarks.gpu_model import Block, Shape
-from benchmarks.gpu_training import Trained
+from benchmarks.gpu_training import EngineResult, Rounds, Trained, build_fsdp2, train
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 
 WARM_UP = 3  # the order of units is known after the first step, all memory taken after the second
 _PER_NODE = 8
+_BESIDE_RANKS = 8
 
 
 @contextmanager
@@ -39,9 +44,33 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
+            if not _keeps_own_part():
+                for name in ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base"):
+                    stack.enter_context(mock.patch.object(dist.ProcessGroup, name, _keeping_own_part(name)))
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _keeps_own_part() -> bool:
+    """Whether what is sent arrives: in torch 2.11 the stand-in leaves the results of reductions as they were."""
+    out = torch.zeros(dist.get_world_size())
+    dist.all_to_all_single(out, torch.ones_like(out))
+    return bool(out.all())
+
+
+def _keeping_own_part(name: str) -> Callable[..., object]:
+    """A method of process groups which sees to it that a result is the first part of what is sent."""
+    original = getattr(dist.ProcessGroup, name)
+
+    def method(group: dist.ProcessGroup, outs: Any, sent: Any, *options: object) -> object:
+        is_one = isinstance(outs, torch.Tensor)
+        with torch.no_grad():
+            for out, full in zip([outs] if is_one else outs, [sent] if is_one else sent, strict=True):
+                out.view(-1).copy_(full.view(-1)[: out.numel()])
+        return original(group, outs, sent, *options)
+
+    return method
 
 
 def topology_of(world_size: int) -> Topology:
@@ -60,3 +89,35 @@ def sharded(shape: Shape, device: torch.device, config: ShardConfig) -> tuple[Tr
     model = shape.model("meta")
     handle = shard(model, config, units=[Block], device=device)
     return Trained(model), handle.memory.total_bytes
+
+
+def compare_pretended(
+    shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
+) -> Iterator[Row]:
+    """Steps of rank 0 of 8, ours beside FSDP2's: gathers and reductions are copies on the device.
+
+    All that a step launches is there, and no network. Losses are not compared: engines shard in different ways, so the
+    parameters that copies make of one shard are others.
+    """
+    fsdp2 = partial(build_fsdp2, num_ranks=_BESIDE_RANKS, is_light=False)
+    builders: dict[str, Callable[[Shape, torch.device], Trained]] = {"fsdp2": fsdp2}
+    for preset in ("zero3", "mics", "zero2"):
+        builders[preset] = partial(_build, config=config_of(preset, _BESIDE_RANKS))
+    results, meter = {name: EngineResult() for name in builders}, Meter(device)
+    for index in range(rounds.rounds):
+        for name, build in builders.items():
+            with pretended_ranks(_BESIDE_RANKS):
+                batches = [shape.batch(step, device) for step in range(rounds.warm_up + rounds.steps)]
+                train(partial(build, shape, device), batches, rounds.warm_up, meter, results[name])
+            say(f"round {index}: {name} {results[name].step_s[-1]:.4f} s a step")
+    reference = results["fsdp2"]
+    for name, each in results.items():
+        step_s, host_s = statistics.median(each.step_s), statistics.median(each.host_s)
+        row = {"engine": name, "step s": step_s, "min s": min(each.step_s), "max s": max(each.step_s)}
+        row |= {"of fsdp2": statistics.median(reference.step_s) / step_s}
+        row |= {"host s": host_s, "host of fsdp2": host_s / statistics.median(reference.host_s)}
+        yield row | {"peak MB": max(each.peak_bytes) / 1e6 or None}
+
+
+def _build(shape: Shape, device: torch.device, *, config: ShardConfig) -> Trained:
+    return sharded(shape, device, config)[0]

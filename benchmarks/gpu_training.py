@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,12 +97,12 @@ class _Masters(Trained):
             torch._foreach_copy_(parameters, self.masters)
 
 
-def _fsdp2(shape: Shape, device: torch.device, *, is_light: bool) -> Trained:
+def build_fsdp2(shape: Shape, device: torch.device, *, num_ranks: int = 1, is_light: bool) -> Trained:
     """`fully_shard` of each block and the root: with fp32 reductions, or in the way that does the least."""
     model = shape.model(device)
     dtype = torch.bfloat16 if is_light else torch.float32
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (1,), mesh_dim_names=("shard",)),
+        "mesh": init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype),
     }
     if is_light:
@@ -131,8 +132,8 @@ def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
 BUILDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "plain": lambda shape, device: _Masters(shape.model(device)),
     "plain-autocast": lambda shape, device: _Autocast(shape.model(device)),
-    "fsdp2": lambda shape, device: _fsdp2(shape, device, is_light=False),
-    "fsdp2-light": lambda shape, device: _fsdp2(shape, device, is_light=True),
+    "fsdp2": lambda shape, device: build_fsdp2(shape, device, is_light=False),
+    "fsdp2-light": lambda shape, device: build_fsdp2(shape, device, is_light=True),
     "megatron-fsdp": lambda shape, device: _megatron(shape, device, strategy="optim_grads_params"),
     "megatron-fsdp-light": lambda shape, device: _megatron(shape, device, strategy="no_shard"),
     "mics": lambda shape, device: _ours(shape, device, preset="mics"),
@@ -183,6 +184,7 @@ class EngineResult:
 
     Attributes:
         step_s: Seconds of each measured step.
+        host_s: CPU seconds of a measured step, of all threads of the process, by round.
         peak_bytes: Most bytes of live tensors in measured steps, by round.
         losses: Loss of every step, by round.
         failure: Error that ended it.
@@ -190,6 +192,7 @@ class EngineResult:
     """
 
     step_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     failure: str = ""
@@ -289,10 +292,11 @@ def train(
     engine = build()
     losses = [engine.step(batch) for batch in batches[:warm_up]]
     meter.forget_peak()
-    marks = [meter.mark()]
+    marks, host_begin = [meter.mark()], time.process_time()
     for batch in batches[warm_up:]:
         losses.append(engine.step(batch))
         marks.append(meter.mark())
+    into.host_s.append((time.process_time() - host_begin) / len(batches[warm_up:]))
     into.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
     into.losses.append([float(loss) for loss in losses])
     into.peak_bytes.append(meter.peak_bytes - before)
@@ -317,6 +321,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
             continue
         row: Row = {"engine": name, "step s": statistics.median(each.step_s)}
         row |= {"min s": min(each.step_s), "max s": max(each.step_s), "tokens/s": speeds[name]}
+        row |= {"host s": statistics.median(each.host_s)}
         fsdp2, megatron, plain = (
             _fastest(speeds, peer, is_compiled=name.endswith(_COMPILED)) for peer in ("fsdp2", "megatron", "plain")
         )

@@ -67,9 +67,12 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the fork server: every test module is imported and no test has started a thread yet."""
-    if not session.config.option.collectonly:
-        torch.set_num_threads(1)
+    """Fork the fork server, where a test asks for it: all modules are imported, and no test has started a thread yet.
+
+    Tests of a GPU ask for none, and drivers start threads.
+    """
+    torch.set_num_threads(1)
+    if not session.config.option.collectonly and any("ranks" in item.fixturenames for item in session.items):
         try:
             session.config.stash[_pool] = RankPool()
         except RuntimeError as error:  # other threads run

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import gpu_pretended
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
 from benchmarks.gpu_memory import Measured, measure_memory, memory_columns
@@ -22,6 +23,7 @@ from benchmarks.gpu_model import SIZES, Shape
 from benchmarks.gpu_trace import read_events, trace_rows
 from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, Peak, engine_rows
 from mics_strategy import Codec
+from mics_strategy.comm.transport import make_transport
 from mics_strategy.planner.cluster import Device
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from tests.ranks import RankContext, RankPool
@@ -91,6 +93,32 @@ def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_one_of_pretended_ranks_is_measured_beside_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
+    fsdp2, *ours = smoke(ranks, "pretended", tmp_path)
+    assert [row["engine"] for row in (fsdp2, *ours)] == ["fsdp2", "zero3", "mics", "zero2"]
+    assert (fsdp2["of fsdp2"], fsdp2["host of fsdp2"]) == (1, 1)
+    for row in ours:
+        assert row["of fsdp2"] == pytest.approx(fsdp2["step s"] / row["step s"])
+        assert row["host of fsdp2"] == pytest.approx(row["host s"] / fsdp2["host s"])
+    columns_explained([fsdp2, *ours])
+
+
+def first_sum(ctx: RankContext, is_of_torch_2_11: bool) -> list[float]:
+    if is_of_torch_2_11:
+        gpu_pretended._keeps_own_part = lambda: False
+    with gpu_pretended.pretended_ranks(4):
+        out = torch.zeros(2)
+        make_transport(torch.distributed.group.WORLD, "all", "cpu").reduce_scatter(out, torch.arange(8.0)).wait()
+    return out.tolist()
+
+
+@pytest.mark.parametrize("is_of_torch_2_11", [False, True])
+def test_a_pretended_sum_is_this_ranks_own_part(ranks: RankPool, is_of_torch_2_11: bool) -> None:
+    """Zeros instead let every step of an optimizer be the same, whatever streams do."""
+    assert ranks(1, first_sum, is_of_torch_2_11, default_group=False) == [[0.0, 1.0]]
+
+
+@pytest.mark.slow
 def test_gathers_are_early_with_overlap_and_only_then(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "overlap", tmp_path)
     found = {(row["overlap"], row["phase"]): (row["gathers"], row["issued early"]) for row in rows}
@@ -113,6 +141,12 @@ def test_memory_is_accounted_for_many_ranks(ranks: RankPool, tmp_path: Path) -> 
     columns_explained(rows)
 
 
+def test_rounding_of_a_tiny_model_is_not_held_against_the_account() -> None:
+    """Of the first run on an H200."""
+    row = memory_columns(229_700, 229_900, Measured(rest=261_100, activations=184_800, peak=478_700))
+    assert (row["target"], row["problem"]) == ("met", "")
+
+
 def measured_memory(ctx: RankContext, shape: Shape) -> list[dict]:
     return list(measure_memory(shape, CPU))
 
@@ -129,8 +163,8 @@ def test_the_estimate_has_the_units_of_what_is_measured(ranks: RankPool) -> None
     [(104, "met", ""), (107, "missed", ""), (96, "met", "memory at rest is not what the account says")],
 )
 def test_memory_is_held_against_account_and_estimate(rest: int, target: str, problem: str) -> None:
-    measured = Measured(rest=rest, activations=50, peak=180)
-    row = memory_columns(102, 100, measured)
+    measured = Measured(rest=rest * 10**8, activations=50 * 10**8, peak=180 * 10**8)
+    row = memory_columns(102 * 10**8, 100 * 10**8, measured)
     assert (row["of estimate"], row["target"], row["problem"]) == (rest / 100, target, problem)
     assert row["of all"] == 180 / 152
 
@@ -272,7 +306,7 @@ def test_times_on_the_device_say_what_was_hidden() -> None:
 
 
 def found(step_s: float, loss: float) -> EngineResult:
-    return EngineResult(step_s=[step_s, step_s, 9.0], peak_bytes=[1000], losses=[[5.0, loss]])
+    return EngineResult(step_s=[step_s, step_s, 9.0], host_s=[0.1], peak_bytes=[1000], losses=[[5.0, loss]])
 
 
 def test_ratios_are_those_of_the_faster_peers() -> None:
