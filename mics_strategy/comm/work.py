@@ -63,6 +63,7 @@ class Work:
 
         Raises:
             CommunicationError: The transport failed: a peer died, or did not take part in time.
+            AcceleratorError: An earlier kernel on this device failed; with OutOfMemoryError as it is.
         """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
@@ -70,8 +71,8 @@ class Work:
         for work in works:
             try:
                 work.wait()
-            except LifecycleError:
-                raise
+            except (LifecycleError, torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # an error of the device is that of some kernel before, not of this collective
             except RuntimeError as error:
                 raise as_communication_error(self.label, error, self._on_failure()) from error
         if finish is not None:

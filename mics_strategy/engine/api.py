@@ -98,8 +98,6 @@ def shard(
     (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
     check_equal([setup.arguments for setup in by_rank])
     agreed_specs([setup.buffers for setup in by_rank])
-    if target.type == "cuda":
-        torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
     memory_bytes = min(setup.device.memory_bytes for setup in by_rank)
     scopes = choose_scopes(resolved, modules, topology, target, memory_bytes)
@@ -144,6 +142,8 @@ def _checked(
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
     materialize.check_initializer(initializer)
     target = target_device(device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)  # streams, contexts and new tensors belong there; so do objects that NCCL gathers
     guards.check_model(model, target)
     modules = find_units(model, units)
     device_of_rank = rank_device(resolved, target, model)

@@ -188,7 +188,8 @@ class ModuleBuffers:
         """Broadcast rank 0's buffers if training may have changed them. Collective.
 
         Cost:
-            One broadcast of all small and all changed large buffers; with large buffers, one all-reduce of a flag each.
+            One broadcast of all small and all changed large buffers; with large buffers, one all-reduce of a flag each,
+            for which the host waits.
             Memory: a copy of the sent buffers, and one of each large buffer.
         """
         control = self._groups.world_group
@@ -271,12 +272,8 @@ class ModuleBuffers:
         """
         if not large:
             return []
-        changed = torch.tensor(
-            [name in buffers and not _is_same(buffers[name], self._last_sent.get(name)) for name in large],
-            dtype=torch.int32,
-            device=self._device,
-        )
-        flags = control.all_reduce_scalar(changed, is_max=True).tolist()
+        changed = torch.stack([_differs(buffers.get(name), self._last_sent.get(name), self._device) for name in large])
+        flags = control.all_reduce_scalar(changed.view(torch.uint8), is_max=True).tolist()  # the one wait for the device
         return [name for name, flag in zip(large, flags, strict=True) if not flag]
 
 
@@ -284,11 +281,14 @@ def _is_persistent(*specs: BufferSpec | None) -> bool:
     return any(spec is not None and spec.is_persistent for spec in specs)
 
 
-def _is_same(buffer: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether two tensors have the same bits, so that NaN equals itself."""
-    if other is None or other.shape != buffer.shape or other.dtype != buffer.dtype:
-        return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, other)))
+def _differs(buffer: torch.Tensor | None, last: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Whether a buffer has other bits than last: [] bool, on the device. NaN equals itself; no buffer is unchanged."""
+    if buffer is None:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    if last is None or last.shape != buffer.shape or last.dtype != buffer.dtype:
+        return torch.ones((), dtype=torch.bool, device=device)
+    new, old = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, last))
+    return (new != old).any()
 
 
 def _carve(flat: torch.Tensor, specs: Sequence[BufferSpec]) -> list[torch.Tensor]:

@@ -76,7 +76,8 @@ def _edge(device: torch.device, *, small: bool = False) -> int:
 def matrix_product(dtype: torch.dtype, device: torch.device, *, small: bool = False) -> Callable[[], object]:
     """A function that multiplies matrices; small ones take under a millisecond."""
     edge = _edge(device, small=small)
-    left, right, out = (torch.zeros(edge, edge, dtype=dtype, device=device) for _ in range(3))
+    # Zeros switch fewer transistors: with them an H200 runs at a higher clock, 894 TFLOP/s against 788.
+    left, right, out = (torch.randn(edge, edge, dtype=dtype, device=device) for _ in range(3))
     return lambda: torch.mm(left, right, out=out)
 
 

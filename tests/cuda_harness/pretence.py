@@ -97,7 +97,9 @@ def _cuda() -> dict[str, Callable[..., Any]]:
         "default_stream": lambda device=None: machine().default_stream(index_of(device)),
         "device_count": lambda: NUM_DEVICES,
         "get_device_name": lambda device=None: "pretended",
-        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9, name="pretended"),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            total_memory=80 * 10**9, name="pretended", major=9, minor=0
+        ),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,

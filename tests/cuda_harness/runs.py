@@ -1,6 +1,6 @@
 """Trainings in which streams have much to do, and little is computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +37,13 @@ class Tower(nn.Module):
     Args:
         recomputes: Whether layers are recomputed: not at all, or in one of torch's two ways.
         width: Of what goes from layer to layer.
+        buffers: Number of values of each buffer.
     """
 
-    def __init__(self, recomputes: str = "", width: int = WIDTH) -> None:
+    def __init__(self, recomputes: str = "", width: int = WIDTH, buffers: Sequence[int] = ()) -> None:
         super().__init__()
+        for index, numel in enumerate(buffers):
+            self.register_buffer(f"buffer{index}", torch.zeros(numel))
         self.inlet = nn.Linear(width, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
         self.outlet = nn.Linear(width, width)
@@ -97,12 +100,18 @@ Loop = Callable[[Training], None]
 
 
 def start(
-    machine: Machine, config: ShardConfig, *, recomputes: str = "", rank: int = 0, width: int = WIDTH
+    machine: Machine,
+    config: ShardConfig,
+    *,
+    recomputes: str = "",
+    rank: int = 0,
+    width: int = WIDTH,
+    buffers: Sequence[int] = (),
 ) -> Training:
     """Shard a tower over the ranks that there are."""
     forget_meshes()
     torch.manual_seed(3)
-    model = Tower(recomputes, width)
+    model = Tower(recomputes, width, buffers)
     sharded = shard(model, config, units=[Layer], device=machine.device)
     generator = torch.Generator().manual_seed(rank)
     batch = torch.randn(4, width, generator=generator).to(machine.device)

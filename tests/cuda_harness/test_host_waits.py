@@ -58,6 +58,22 @@ def test_the_host_waits_for_nothing_with_other_options(option: str) -> None:
     assert _waits("mics", declared, **OPTIONS[option]) == []
 
 
+@pytest.mark.parametrize("preset", ["mics", "ddp"])
+@pytest.mark.parametrize(("numel", "num_waits"), [(100, 0), (20_000, 1)], ids=["small", "large"])
+def test_the_host_waits_once_for_all_large_buffers_and_for_no_small_ones(
+    preset: str, numel: int, num_waits: int
+) -> None:
+    with one_of_many() as machine:
+        training = start(machine, config_of(preset), buffers=(numel, numel))
+        for _ in range(START_UP):
+            training.backward()
+            training.update()
+        training.step()
+    found = [wait for wait in machine.waits if COUNTS not in wait]
+    assert len(found) == num_waits
+    assert all("module_buffers.py" in wait for wait in found)
+
+
 @pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("preset", "loop"), list(zip(PRESETS, itertools.cycle((reading, left_out)), strict=False)))
 def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, loop: Loop) -> None:

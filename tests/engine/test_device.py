@@ -174,7 +174,7 @@ class _Reached(Exception):
     """`shard()` has come to what needs a GPU."""
 
 
-def shard_on_a_gpu(ctx: RankContext) -> list[int]:
+def shard_on_a_gpu(ctx: RankContext, first: str) -> list[int]:
     os.environ["LOCAL_RANK"] = str(ctx.rank)
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -182,15 +182,17 @@ def shard_on_a_gpu(ctx: RankContext) -> list[int]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "set_device") as set_device,
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch("mics_strategy.engine.api.CommResources", side_effect=_Reached) as resources,
+        mock.patch(f"mics_strategy.{first}", side_effect=_Reached),
         pytest.raises(_Reached),
     ):
         shard(nn.Linear(2, 2), ShardConfig.preset("mics", partition_size="node"))
-    return [set_device.call_args.args[0].index, resources.call_args.args[1].index]
+    return [call.args[0].index for call in set_device.call_args_list]
 
 
-def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPool) -> None:
-    assert ranks(2, shard_on_a_gpu) == [[0, 0], [1, 1]]
+@pytest.mark.parametrize("first", ["comm.consensus.gather_objects", "engine.api.CommResources"])
+def test_the_gpu_of_a_rank_becomes_current_before_anything_is_sent(ranks: RankPool, first: str) -> None:
+    """NCCL gathers objects on the current device: two ranks on one would be refused."""
+    assert ranks(2, shard_on_a_gpu, first) == [[0], [1]]
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70), (0.5, 37)])
