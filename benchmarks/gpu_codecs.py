@@ -79,6 +79,11 @@ class Meter:
         """The most that `allocated_bytes` was since the last `forget_peak`; 0 where there is no GPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else 0
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the allocator holds, in pools of which each stream has its own; 0 where there is no GPU."""
+        return torch.cuda.memory_reserved(self.device) if self.is_cuda else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_codecs import Meter, Row
 from benchmarks.gpu_model import Block, Shape
-from benchmarks.gpu_training import EngineResult, Rounds, Trained, build_fsdp2, train
+from benchmarks.gpu_training import EngineResult, Rounds, Trained, build_fsdp2, memory_columns, train
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 
@@ -116,7 +116,7 @@ def compare_pretended(
         row = {"engine": name, "step s": step_s, "min s": min(each.step_s), "max s": max(each.step_s)}
         row |= {"of fsdp2": statistics.median(reference.step_s) / step_s}
         row |= {"host s": host_s, "host of fsdp2": host_s / statistics.median(reference.host_s)}
-        yield row | {"peak MB": max(each.peak_bytes) / 1e6 or None}
+        yield row | memory_columns(each)
 
 
 def _build(shape: Shape, device: torch.device, *, config: ShardConfig) -> Trained:

@@ -186,6 +186,7 @@ class EngineResult:
         step_s: Seconds of each measured step.
         host_s: CPU seconds of a measured step, of all threads of the process, by round.
         peak_bytes: Most bytes of live tensors in measured steps, by round.
+        reserved_bytes: Bytes that the allocator holds after the last step, by round.
         losses: Loss of every step, by round.
         failure: Error that ended it.
         reason: Why it cannot run here, which is no failure.
@@ -194,6 +195,7 @@ class EngineResult:
     step_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
+    reserved_bytes: list[int] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     failure: str = ""
     reason: str = ""
@@ -288,7 +290,7 @@ def train(
         into: Result that is extended.
     """
     meter.release()
-    before = meter.allocated_bytes
+    before, reserved = meter.allocated_bytes, meter.reserved_bytes
     engine = build()
     losses = [engine.step(batch) for batch in batches[:warm_up]]
     meter.forget_peak()
@@ -300,6 +302,7 @@ def train(
     into.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
     into.losses.append([float(loss) for loss in losses])
     into.peak_bytes.append(meter.peak_bytes - before)
+    into.reserved_bytes.append(meter.reserved_bytes - reserved)
 
 
 def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float, peak: Peak) -> Iterator[Row]:
@@ -332,8 +335,14 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
         if name in OURS and megatron is not None:
             row |= {"of megatron": speeds[name] / megatron}
         row |= peak.utilization(speeds[name], shape, is_held=name in OURS)
-        row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
+        row |= memory_columns(each) | {"loss": each.losses[-1][-1], "losses": each.losses}
         yield {**row, "problem": loss_difference(each.losses, expected, loss_tolerance)}
+
+
+def memory_columns(result: EngineResult) -> Row:
+    """The most of live tensors and of what the allocator holds; empty where there is no GPU."""
+    columns = {"peak MB": max(result.peak_bytes) / 1e6, "reserved MB": max(result.reserved_bytes) / 1e6}
+    return {name: value or None for name, value in columns.items()}
 
 
 def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float | None:

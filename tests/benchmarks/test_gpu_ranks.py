@@ -120,7 +120,9 @@ def test_after_a_failure_ranks_are_started_for_the_engines_that_are_left(monkeyp
             if name == "fsdp2":
                 raise RuntimeError("\n\nTraceback\n  line\nValueError: no gloo\nmore of it\n")
             losses = plain_losses(SHAPE, CPU, nprocs, ROUNDS)
-            Path(job.folder, name).write_text(json.dumps(asdict(EngineResult([1.0], [0], [losses]))))
+            Path(job.folder, name).write_text(
+                json.dumps(asdict(EngineResult(step_s=[1.0], peak_bytes=[0], losses=[losses])))
+            )
 
     monkeypatch.setattr("benchmarks.gpu_ranks.spawn", start)
     rows = list(measure_ranks(SHAPE, CPU, ROUNDS))
