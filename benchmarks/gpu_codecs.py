@@ -106,8 +106,7 @@ def moved_bytes(operation: str, codec: Codec, numel: int, value_bytes: int, piec
     """Bytes that an operation must read and write.
 
     Args:
-        operation: ``"encode"``, ``"decode"``, ``"decode_add"``, ``"decode_sum"``, ``"encode_sum"``, or ``"separate"``:
-            the same sum by `decode_sum` and `encode`, with an fp32 tensor in between.
+        operation: ``"encode"``, ``"decode"``, ``"decode_add"`` or ``"decode_sum"``.
         codec: Of all encoded tensors.
         numel: Values of each tensor.
         value_bytes: Of one value that is not encoded.
@@ -119,8 +118,6 @@ def moved_bytes(operation: str, codec: Codec, numel: int, value_bytes: int, piec
         "decode": encoded + values,
         "decode_add": encoded + 2 * sums,
         "decode_sum": (pieces - 1) * encoded + 2 * sums,
-        "encode_sum": pieces * encoded + sums,
-        "separate": ((pieces - 1) * encoded + 2 * sums) + (sums + encoded),
     }
     return by_operation[operation]
 
@@ -134,7 +131,7 @@ def measure_codecs(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     for codec in CODECS:
         for dtype in _DTYPES:
             yield from _measure_conversions(codec, dtype, device, sizes, copy_bytes_per_s)
-        yield from _measure_sums(codec, device, sizes, copy_bytes_per_s)
+        yield _measure_sum(codec, device, sizes, copy_bytes_per_s)
         wrong = wrong_operations(codec, device)
         bits = "differ" if wrong else "equal"
         yield {"operation": "bits", "codec": _name(codec), "bits": bits, "problem": ", ".join(wrong)}
@@ -179,33 +176,17 @@ def _measure_conversions(
         yield {**row, **_rates(num_bytes, taken_s, copy_bytes_per_s)}
 
 
-def _measure_sums(codec: Codec, device: torch.device, sizes: Sizes, copy_bytes_per_s: float) -> Iterator[Row]:
-    """`decode_sum`; `encode_sum`, and the same by `decode_sum` and `encode` with an fp32 tensor in between."""
+def _measure_sum(codec: Codec, device: torch.device, sizes: Sizes, copy_bytes_per_s: float) -> Row:
     coder, numel = Quantizer(codec, device), sizes.numel
-    num_bytes = codec.encoded_bytes(numel)
-    rows = torch.empty(sizes.pieces, num_bytes, dtype=torch.uint8, device=device)
-    for row in rows:
-        coder.encode(torch.randn(numel, device=device), row)
-    summands = Summands(codec=codec, rows=rows, exact=torch.randn(numel, device=device), exact_index=0)
+    rows = torch.empty(sizes.pieces, codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
+    for piece in rows:
+        coder.encode(torch.randn(numel, device=device), piece)
+    summands = Summands(rows=rows, exact=torch.randn(numel, device=device), exact_index=0)
     total = torch.empty(numel, device=device)
-    out = torch.empty(1, num_bytes, dtype=torch.uint8, device=device)
-
-    def separate() -> None:
-        coder.decode_sum(summands, total, accumulate=False)
-        coder.encode(total, out[0])
-
-    meter = Meter(device)
-    sum_s = median_s(meter, lambda: coder.decode_sum(summands, total, accumulate=False), sizes)
-    fused_s = median_s(meter, lambda: coder.encode_sum(summands, out), sizes)
-    separate_s = median_s(meter, separate, sizes)
-    sum_bytes = moved_bytes("decode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
-    fused_bytes = moved_bytes("encode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
-    separate_bytes = moved_bytes("separate", codec, numel, _FP32_BYTES, sizes.pieces)
-    columns = {"codec": _name(codec), "dtype": "float32"}
-    ratios = {"time of separate": fused_s / separate_s, "bytes of separate": fused_bytes / separate_bytes}
-    yield {"operation": "decode_sum", **columns, **_rates(sum_bytes, sum_s, copy_bytes_per_s)}
-    yield {"operation": "encode_sum", **columns, **_rates(fused_bytes, fused_s, copy_bytes_per_s), **ratios}
-    yield {"operation": "separate", **columns, **_rates(separate_bytes, separate_s, copy_bytes_per_s)}
+    taken_s = median_s(Meter(device), lambda: coder.decode_sum(summands, total, accumulate=False), sizes)
+    num_bytes = moved_bytes("decode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
+    row = {"operation": "decode_sum", "codec": _name(codec), "dtype": "float32"}
+    return {**row, **_rates(num_bytes, taken_s, copy_bytes_per_s)}
 
 
 def _rates(num_bytes: int, taken_s: float, copy_bytes_per_s: float) -> Row:
@@ -240,15 +221,12 @@ def wrong_operations(codec: Codec, device: torch.device) -> list[str]:
     reference.decode(pieces[0], total, accumulate=True)
     wrong += [] if _is_same(on_device.cpu(), total) else ["decode_add"]
     exact = torch.randn(numel)
-    summands = Summands(codec=codec, rows=pieces, exact=exact, exact_index=1)
-    moved = Summands(codec=codec, rows=pieces.to(device), exact=exact.to(device), exact_index=1)
+    summands = Summands(rows=pieces, exact=exact, exact_index=1)
+    moved = Summands(rows=pieces.to(device), exact=exact.to(device), exact_index=1)
     coder.decode_sum(moved, on_device, accumulate=True)
     reference.decode_sum(summands, total, accumulate=True)
     wrong += [] if _is_same(on_device.cpu(), total) else ["decode_sum"]
-    outs = [torch.empty(1, num_bytes, dtype=torch.uint8, device=each) for each in (device, cpu)]
-    coder.encode_sum(moved, outs[0])
-    reference.encode_sum(summands, outs[1], None, 0)
-    return wrong + ([] if torch.equal(outs[0].cpu(), outs[1]) else ["encode_sum"])
+    return wrong
 
 
 def _awkward_values(numel: int) -> torch.Tensor:

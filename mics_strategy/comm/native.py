@@ -9,7 +9,6 @@ current stream. `native_stages` puts the stages together.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,14 +17,11 @@ from typing_extensions import override
 from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
-from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Hop
     from mics_strategy.comm.transport import BackendTransport
     from mics_strategy.comm.work import Steps
-
-SumSteps = Generator[None, None, "torch.Tensor | Summands"]  # a stage that returns sums, or what is to be added
 
 
 class TableAlgorithm(Protocol):
@@ -41,26 +37,22 @@ class TableAlgorithm(Protocol):
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """Bytes of workspace for `reduce_scatter` of `numel` elements for each rank."""
 
-    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
-        """Sum the rows that all ranks have for this rank, for a slower stage.
-
-        Args:
-            table: [size * n], or the summands of it; unchanged.
-            wire: Dtype of unquantized payloads.
-            dtype: Dtype of the last sum.
-
-        Returns:
-            The sums, [n]; not yet added where the slower stage adds them in the kernel that encodes them.
-        """
-
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
-        """Sum the rows that all ranks have for this rank, and return `out`.
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        table: torch.Tensor,
+        wire: torch.dtype,
+        accumulate: bool,
+        residual: torch.Tensor | None = None,
+    ) -> Steps:
+        """Sum the rows that all ranks have for this rank.
 
         Args:
             out: [n]; overwritten with the sum, or added to.
             table: [size * n], unchanged.
             wire: Dtype of unquantized payloads.
             accumulate: Whether to add to `out` instead of overwriting it.
+            residual: [size * n] fp32, what earlier encodings have lost, updated; None without feedback.
         """
 
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
@@ -68,17 +60,6 @@ class TableAlgorithm(Protocol):
 
         Gathered payloads are not among them.
         """
-
-
-def stored(table: torch.Tensor | Summands) -> torch.Tensor:
-    """A table for a stage without a codec.
-
-    Raises:
-        LifecycleError: A stage with a codec came before: its sums are for a stage that encodes them.
-    """
-    if not isinstance(table, torch.Tensor):
-        raise LifecycleError("A stage without a codec follows a quantized one. This is a defect; please report it.")
-    return table
 
 
 class NativeAlgorithm:
@@ -103,25 +84,25 @@ class NativeAlgorithm:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return aligned_bytes((numel, wire))
 
-    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
-        """See `TableAlgorithm.partial_sums`."""
-        table = stored(table)
-        total = self._workspace.allocate(table.numel() // self.transport.size, self.sum_dtype(wire, dtype))
-        return self.reduce_scatter(total, table, wire, False)
-
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        table: torch.Tensor,
+        wire: torch.dtype,
+        accumulate: bool,
+        residual: torch.Tensor | None = None,
+    ) -> Steps:
         """See `TableAlgorithm.reduce_scatter`."""
         yield
         if out.dtype == wire and not accumulate:
             self.transport.reduce_scatter(out, table).wait()
-            return out
+            return
         total = self._workspace.allocate(out.numel(), wire)
         self.transport.reduce_scatter(total, table).wait()
         if accumulate:
             out.add_(total)
         else:
             out.copy_(total)
-        return out
 
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
@@ -151,7 +132,14 @@ class OrderedAlgorithm(NativeAlgorithm):
         return 2 * aligned_bytes((self.transport.size * numel, wire))
 
     @override
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        table: torch.Tensor,
+        wire: torch.dtype,
+        accumulate: bool,
+        residual: torch.Tensor | None = None,
+    ) -> Steps:
         yield
         sent = table if table.dtype == wire else self._workspace.allocate(table.numel(), wire).copy_(table)
         received = self._workspace.allocate(table.numel(), wire)
@@ -161,7 +149,6 @@ class OrderedAlgorithm(NativeAlgorithm):
                 out.add_(row)
             else:
                 out.copy_(row)
-        return out
 
     @override
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
@@ -206,59 +193,31 @@ class QuantizedTableAlgorithm:
 
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
-        payload_bytes = aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
-        return 2 * payload_bytes + aligned_bytes((numel, torch.float32))
-
-    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
-        """See `TableAlgorithm.partial_sums`."""
-        if not isinstance(table, torch.Tensor) or dtype == torch.float32:
-            return self.exchange(table)
-        total = self._workspace.allocate(table.numel() // self.transport.size, dtype)
-        return self.reduce_scatter(total, table, wire, False)
+        return 2 * aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
 
     def reduce_scatter(
         self,
         out: torch.Tensor,
-        table: torch.Tensor | Summands,
+        table: torch.Tensor,
         wire: torch.dtype,
         accumulate: bool,
         residual: torch.Tensor | None = None,
-    ) -> SumSteps:
+    ) -> Steps:
         """See `TableAlgorithm.reduce_scatter`.
 
-        The table may be itself a sum, which is not stored.
+        With feedback this rank's row is not encoded: its residual belongs to the next stage.
         """
-        summands = yield from self.exchange(table, residual)
-        self.quantizer.decode_sum(summands, out, accumulate=accumulate)
-        return out
-
-    def exchange(
-        self, table: torch.Tensor | Summands, residual: torch.Tensor | None = None
-    ) -> Generator[None, None, Summands]:
-        """Send every rank its row, and receive the contributions to this rank's sum.
-
-        A table that is itself a sum is not stored. With feedback this rank's row is not encoded: its residual belongs
-        to the next stage.
-
-        Args:
-            table: [size * n], or the summands of it.
-            residual: [size * n] fp32, what earlier encodings have lost, updated; None without feedback, and for a table
-                that is not stored.
-        """
-        numel = (table if isinstance(table, torch.Tensor) else table.exact).numel() // self.transport.size
-        payloads = self._allocate_payloads(numel)
-        if isinstance(table, torch.Tensor):
-            rows = table.view(self.transport.size, -1)
-            local_row = rows[self.transport.index]
-            if residual is None:
-                self.quantizer.encode(rows, payloads)
-            else:
-                self._encode_others(rows, payloads, residual.view(self.transport.size, -1))
+        rows, index = table.view(self.transport.size, -1), self.transport.index
+        payloads = self._allocate_payloads(rows.shape[1])
+        if residual is None:
+            self.quantizer.encode(rows, payloads)
         else:
-            local_row = self._workspace.allocate(numel, torch.float32)
-            self.quantizer.encode_sum(table, payloads, kept=local_row, kept_row=self.transport.index)
+            self._encode_others(rows, payloads, residual.view(self.transport.size, -1))
         yield
-        return self._exchange_payloads(payloads, local_row)
+        received = self._allocate_payloads(rows.shape[1])
+        self.transport.exchange(received.view(-1), payloads.view(-1)).wait()
+        summands = Summands(rows=received, exact=rows[index], exact_index=index)
+        self.quantizer.decode_sum(summands, out, accumulate=accumulate)
 
     def _encode_others(self, rows: torch.Tensor, payloads: torch.Tensor, residuals: torch.Tensor) -> None:
         """Encode the rows of the other ranks with feedback."""
@@ -267,28 +226,9 @@ class QuantizedTableAlgorithm:
             if others.start < others.stop:
                 self.quantizer.encode(rows[others], payloads[others], residuals[others])
 
-    def _exchange_payloads(self, payloads: torch.Tensor, local_row: torch.Tensor) -> Summands:
-        received = self._allocate_payloads(local_row.numel())
-        self.transport.exchange(received.view(-1), payloads.view(-1)).wait()
-        return Summands(codec=self._codec, rows=received, exact=local_row, exact_index=self.transport.index)
-
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
         return self.reduce_scatter_scratch_bytes(numel, wire) + aligned_bytes((numel, dtype))
-
-    def encode_total(
-        self, summands: Summands, payload: torch.Tensor, dtype: torch.dtype, residual: torch.Tensor | None = None
-    ) -> None:
-        """Encode the sum of the contributions.
-
-        A sum in a wider `dtype` than fp32, or with a residual, is stored first.
-        """
-        if dtype == torch.float32 and residual is None:
-            self.quantizer.encode_sum(summands, payload[None])
-        else:
-            total = self._workspace.allocate(summands.exact.numel(), dtype)
-            self.quantizer.decode_sum(summands, total, accumulate=False)
-            self.quantizer.encode(total, payload, residual)
 
 
 def make_table_algorithm(

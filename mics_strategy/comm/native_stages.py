@@ -6,21 +6,19 @@ all-gathers, all but the first in place; a reduce-scatter is n, and an all-reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.native import QuantizedTableAlgorithm, SumSteps, make_table_algorithm, stored
+from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm
 from mics_strategy.comm.residuals import residuals_by_stage
 from mics_strategy.comm.route import Algorithm
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Summands
     from mics_strategy.comm.route import Route
     from mics_strategy.comm.transport import BackendTransport
     from mics_strategy.comm.work import Steps
@@ -135,45 +133,32 @@ class NativeStages:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter over the fastest links: this rank keeps one slice.
-        2. Reduce-scatter the slice over the next slower links. Where both stages are quantized, without feedback, the
-           sums of the first one are encoded for the second one in the kernel that adds them.
+        2. Reduce-scatter the slice over the next slower links.
         """
         wire, residuals = full.dtype, residuals_by_stage(self._route, self.index, residual)
-        table: torch.Tensor | Summands = full
-        for reduce in self._reductions(wire, out.dtype, residuals):
-            table = yield from reduce(table)
-        slowest = self._algorithms[0]
-        if isinstance(slowest, QuantizedTableAlgorithm):
-            yield from slowest.reduce_scatter(out, table, wire, accumulate, residuals[0])
-        else:
-            yield from slowest.reduce_scatter(out, stored(table), wire, accumulate)
+        table = yield from self._partial_sums(full, wire, out.dtype, residuals)
+        yield from self._algorithms[0].reduce_scatter(out, table, wire, accumulate, residuals[0])
 
-    def _reductions(
-        self, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
-    ) -> Iterator[Callable[[torch.Tensor | Summands], SumSteps]]:
-        """The reduce-scatters over all but the slowest links, fastest first.
+    def _partial_sums(
+        self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
+    ) -> Generator[None, None, torch.Tensor]:
+        """Reduce-scatter a table over all but the slowest links, fastest first.
 
-        Each is a function of its table.
+        Args:
+            table: [size * n], unchanged.
+            wire: Dtype of unquantized payloads.
+            dtype: Dtype of the last sums.
+            residuals: Residual of each stage.
 
-        With feedback the sums are stored.
+        Returns:
+            This rank's slice of the sums: scratch memory, or `table` where there is one stage.
         """
         for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
-            if residual is not None and isinstance(algorithm, QuantizedTableAlgorithm):
-                yield partial(self._stored_sums, algorithm, residual, dtype, wire)
-            else:
-                yield partial(algorithm.partial_sums, wire=wire, dtype=dtype)
-
-    def _stored_sums(
-        self,
-        algorithm: QuantizedTableAlgorithm,
-        residual: torch.Tensor,
-        dtype: torch.dtype,
-        wire: torch.dtype,
-        table: torch.Tensor | Summands,
-    ) -> SumSteps:
-        source = stored(table)
-        total = self._workspace.allocate(source.numel() // algorithm.transport.size, dtype)
-        return algorithm.reduce_scatter(total, source, wire, False, residual)
+            numel = table.numel() // algorithm.transport.size
+            total = self._workspace.allocate(numel, algorithm.sum_dtype(wire, dtype))
+            yield from algorithm.reduce_scatter(total, table, wire, False, residual)
+            table = total
+        return table
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -210,30 +195,28 @@ class NativeStages:
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.hops[0].size
         residuals = residuals_by_stage(self._route, self.index, residual)
-        table: torch.Tensor | Summands = full
-        for reduce in self._reductions(wire, tensor.dtype, residuals):
-            table = yield from reduce(table)
+        table = yield from self._partial_sums(full, wire, tensor.dtype, residuals)
         num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
         is_last = len(self._transports) == max(num_encoded, 1)
         if not is_last and wire != dtype:
             full = self._workspace.allocate(full.numel(), wire)
         slices = full.view(self._route.num_slices, -1)
         if isinstance(slowest, QuantizedTableAlgorithm):
-            yield from self._gather_sums(slowest, table, slices, tensor.dtype, residuals[0])
+            yield from self._gather_sums(slowest, table, slices, wire, tensor.dtype, residuals[0])
         else:
-            local_slice = stored(table)
-            yield from slowest.all_reduce(local_slice, wire, tensor.dtype)
+            yield from slowest.all_reduce(table, wire, tensor.dtype)
             if wire != dtype and not is_last:
-                local_slice = slices[self.index // size].copy_(local_slice)
-            yield from self._gather_rows(slices, local_slice, range(1, len(self._transports)), size)
+                table = slices[self.index // size].copy_(table)
+            yield from self._gather_rows(slices, table, range(1, len(self._transports)), size)
         if full is not tensor:
             tensor.copy_(full[: tensor.numel()])
 
     def _gather_sums(
         self,
         slowest: QuantizedTableAlgorithm,
-        table: torch.Tensor | Summands,
+        table: torch.Tensor,
         slices: torch.Tensor,
+        wire: torch.dtype,
         dtype: torch.dtype,
         residual: torch.Tensor | None,
     ) -> Steps:
@@ -241,18 +224,19 @@ class NativeStages:
 
         Args:
             slowest: Algorithm of the slowest links.
-            table: This rank's slice: [n], or the summands of it.
+            table: [n], this rank's slice.
             slices: [slices, n]; overwritten.
+            wire: Dtype of unquantized payloads.
             dtype: Dtype of the sum before it is sent.
             residual: Residual of the slice; None without feedback.
         """
-        summands = yield from slowest.exchange(table, residual)
-        local_residual = None if residual is None else residual.view(slowest.transport.size, -1)
         num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
-        payloads = self._allocate_payloads(slowest.quantizer, num_encoded, summands.exact.numel())
+        total = self._workspace.allocate(table.numel() // size, dtype)
+        yield from slowest.reduce_scatter(total, table, wire, False, residual)
+        payloads = self._allocate_payloads(slowest.quantizer, num_encoded, total.numel())
         own = self.index % len(payloads)
-        total_residual = None if local_residual is None else local_residual[slowest.transport.index]
-        slowest.encode_total(summands, payloads[own], dtype, total_residual)
+        total_residual = None if residual is None else residual.view(size, -1)[slowest.transport.index]
+        slowest.quantizer.encode(total, payloads[own], total_residual)
         yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
         first, num_slices = (self.index - own) // size, len(payloads) // size
         slowest.quantizer.decode(payloads, slices[first : first + num_slices].view(len(payloads), -1))

@@ -84,5 +84,4 @@ def _sum_bytes(hop: Hop, numel: int, wire: torch.dtype) -> int:
     """Bytes for one stage of a reduce-scatter, of `numel` elements for each rank."""
     if hop.codec is None:
         return aligned_bytes((numel, wire))
-    payload_bytes = aligned_bytes((hop.size * hop.codec.encoded_bytes(numel), torch.uint8))
-    return 2 * payload_bytes + aligned_bytes((numel, torch.float32))
+    return 2 * aligned_bytes((hop.size * hop.codec.encoded_bytes(numel), torch.uint8))

@@ -106,17 +106,17 @@ def summands_of(codec: Codec, numel: int, exact_index: int = 1, dtype: torch.dty
     """Three contributions, of which one is exact."""
     rows = torch.stack([encoded(codec, torch.randn(numel)) for _ in range(3)])
     rows[exact_index] = 0xAB  # never read
-    return Summands(codec=codec, rows=rows, exact=torch.randn(numel).to(dtype), exact_index=exact_index)
+    return Summands(rows=rows, exact=torch.randn(numel).to(dtype), exact_index=exact_index)
 
 
-def row_by_row(summands: Summands, start: Tensor) -> Tensor:
+def row_by_row(codec: Codec, summands: Summands, start: Tensor) -> Tensor:
     """The sum of contributions, one after the other."""
     total = start.clone()
     for index, row in enumerate(summands.rows):
         if index == summands.exact_index:
             total.add_(summands.exact)
         else:
-            total.add_(decoded(summands.codec, row, total.numel()))
+            total.add_(decoded(codec, row, total.numel()))
     return total
 
 
@@ -144,48 +144,20 @@ def test_a_table_has_the_bits_of_its_rows(bits: int, rounding: str, block_size: 
 
 
 @bits
+@pytest.mark.parametrize("block_size", [96, HUGE])
 @pytest.mark.parametrize("exact_index", [0, 1, 2])
 @pytest.mark.parametrize("numel", [1, 999, TILE + 301])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_sum_has_the_bits_of_its_rows_added_in_order(
-    bits: int, exact_index: int, numel: int, dtype: torch.dtype
+    bits: int, block_size: int, exact_index: int, numel: int, dtype: torch.dtype
 ) -> None:
-    summands = summands_of(Codec(bits=bits, block_size=96), numel, exact_index, torch.bfloat16)
+    codec = Codec(bits=bits, block_size=block_size)
+    summands = summands_of(codec, numel, exact_index, torch.bfloat16)
     start = torch.randn(numel, dtype=dtype)
     for accumulate in (False, True):
         out = start.clone()
-        coder(summands.codec).decode_sum(summands, out, accumulate=accumulate)
-        assert torch.equal(out, row_by_row(summands, start if accumulate else torch.zeros_like(start)))
-
-
-@bits
-@pytest.mark.parametrize("target", [2, 256, 300, HUGE])
-@pytest.mark.parametrize("source", [2, 96, 256, HUGE])
-@pytest.mark.parametrize("numel", [1, 5, 999, TILE + 301])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_fused_sum_has_the_bits_of_its_parts(bits: int, target: int, source: int, numel: int, rows: int) -> None:
-    summands = summands_of(Codec(bits=bits, block_size=source), rows * numel)
-    codec = Codec(bits=8, block_size=target)
-    total = torch.empty(rows * numel)
-    coder(summands.codec).decode_sum(summands, total, accumulate=False)
-    expected = torch.empty(rows, codec.encoded_bytes(numel), dtype=torch.uint8)
-    coder(codec).encode(total.view(rows, numel), expected)
-    out, kept = torch.empty_like(expected), torch.empty(numel)
-    coder(codec).encode_sum(summands, out, kept=kept, kept_row=rows - 1)
-    assert torch.equal(out, expected)
-    assert torch.equal(kept, total.view(rows, numel)[-1])
-    out.zero_()
-    coder(codec).encode_sum(summands, out)
-    assert torch.equal(out, expected)
-
-
-def test_an_overflow_of_the_sum_poisons_its_block() -> None:
-    codec = Codec(bits=8, block_size=4)
-    values = torch.tensor([3e38, 0, 0, 0, 1, 1, 1, 1])
-    summands = Summands(codec=codec, rows=encoded(codec, values).repeat(2, 1), exact=values, exact_index=0)
-    out = torch.empty(1, codec.encoded_bytes(8), dtype=torch.uint8)
-    coder(codec).encode_sum(summands, out)
-    assert decoded(codec, out[0], 8).isnan().tolist() == [True] * 4 + [False] * 4
+        coder(codec).decode_sum(summands, out, accumulate=accumulate)
+        assert torch.equal(out, row_by_row(codec, summands, start if accumulate else torch.zeros_like(start)))
 
 
 @bits
@@ -354,8 +326,8 @@ def test_nothing_as_long_as_the_tensor_is_allocated(block_size: int) -> None:
     with LargestAllocation(values, total, pieces, out) as allocated:
         for piece in pieces:
             own.encode(values, piece)
-        own.encode_sum(Summands(codec=codec, rows=pieces, exact=total, exact_index=2), out[None])
-        own.decode_sum(Summands(codec=codec, rows=pieces, exact=values, exact_index=0), total, accumulate=True)
+        own.decode_sum(Summands(rows=pieces, exact=values, exact_index=0), total, accumulate=True)
+        own.encode(total, out)
         own.decode(out, values)
         own.decode_add(out, total)
     assert 0 < allocated.num_bytes <= 4 * TILE
@@ -426,11 +398,6 @@ def test_stochastic_rounding_without_a_generator_is_refused() -> None:
         Quantizer(Codec(bits=8, rounding="stochastic"), CPU)
 
 
-def wrong_summands(numel: int = 100, exact_index: int = 0, dtype: torch.dtype = torch.float32) -> Summands:
-    rows = torch.empty(2, 112, dtype=torch.uint8)
-    return Summands(codec=Codec(bits=8), rows=rows, exact=torch.zeros(numel, dtype=dtype), exact_index=exact_index)
-
-
 def wrong_buffers() -> list[tuple[str, tuple[object, ...]]]:
     codec, right = Codec(bits=8), torch.empty(128, dtype=torch.uint8)
     assert codec.encoded_bytes(100) == 112
@@ -450,11 +417,6 @@ def wrong_buffers() -> list[tuple[str, tuple[object, ...]]]:
         ("encode", (torch.zeros(2, 100), right[None].repeat(2, 1))),
         ("encode", (torch.zeros(2, 2, 25), out)),
         ("decode", (out[None].repeat(3, 1), torch.zeros(2, 100))),
-        ("encode_sum", (wrong_summands(), torch.empty(3, 112, dtype=torch.uint8))),
-        ("encode_sum", (wrong_summands(numel=90), out[None])),
-        ("encode_sum", (wrong_summands(numel=99), out[None].repeat(2, 1)[:, :64].contiguous())),
-        ("encode_sum", (wrong_summands(exact_index=2), out[None])),
-        ("encode_sum", (wrong_summands(dtype=torch.float64), out[None])),
     ]
 
 
@@ -464,14 +426,21 @@ def test_buffers_that_do_not_fit_are_refused(name: str, args: tuple[object, ...]
         getattr(coder(Codec(bits=8)), name)(*args)
 
 
-def test_summands_and_sums_that_do_not_fit_are_refused() -> None:
-    own, summands, out = coder(Codec(bits=8)), wrong_summands(), torch.empty(1, 112, dtype=torch.uint8)
-    with pytest.raises(ShapeError, match="`kept`"):
-        own.encode_sum(summands, out, kept=torch.zeros(100, dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    ("numel", "exact_index", "dtype", "words"),
+    [
+        (90, 0, torch.float32, "`rows` is .* Pass"),
+        (100, 2, torch.float32, "replace row 2 .* one of the 2 rows"),
+        (100, 0, torch.float64, r"by torch.float64.* not wider than torch.float32"),
+    ],
+)
+def test_summands_that_do_not_fit_are_refused(numel: int, exact_index: int, dtype: torch.dtype, words: str) -> None:
+    rows = torch.empty(2, 112, dtype=torch.uint8)  # of 100 values each
+    summands = Summands(rows=rows, exact=torch.zeros(numel, dtype=dtype), exact_index=exact_index)
+    with pytest.raises(ShapeError, match=words):
+        coder(Codec(bits=8)).decode_sum(summands, torch.zeros(numel), accumulate=False)
     with pytest.raises(ShapeError, match="`exact`"):
-        own.decode_sum(summands, torch.zeros(99), accumulate=False)
-    with pytest.raises(ShapeError, match=r"`summands` of .*bits=8"):
-        coder(Codec(bits=8, rounding="stochastic")).decode_sum(summands, torch.zeros(100), accumulate=False)
+        coder(Codec(bits=8)).decode_sum(summands, torch.zeros(99), accumulate=False)
 
 
 def test_scales_of_a_buffer_of_another_size_are_refused() -> None:

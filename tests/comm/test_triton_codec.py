@@ -20,7 +20,7 @@ from mics_strategy.comm.codecs.quantizer import LARGEST_KERNEL_BLOCK, Quantizer,
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("encode", "decode", "tables", "decode_sum", "encode_sum", "stochastic")
+NAMES = ("encode", "decode", "tables", "decode_sum", "stochastic")
 
 checks = pytest.mark.parametrize("name", NAMES)
 bits = pytest.mark.parametrize("bits", [8, 4])
@@ -72,8 +72,7 @@ def index_of(is_wide):
 
 
 BLOCK = {"ROWS": 8, "LANE": 256}
-NUMBERS = ("begin", "numel", "row_bytes", "rows", "lane", "padding_bytes", "piece_bytes", "exact_piece")
-NUMBERS += ("kept_row", "seed")
+NUMBERS = ("begin", "numel", "row_bytes", "rows", "lane", "padding_bytes", "piece_bytes", "exact_piece", "seed")
 ALIGNED = ("begin", "numel", "row_bytes", "lane", "piece_bytes")
 
 
@@ -87,13 +86,9 @@ def ptx(kernel, pointers, constants, fusion):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-def encode(bits, fusion=False, values="*bf16", is_wide=False, pieces=0):
-    pointers = {"codes": "*u8", "scale_bits": "*i32", "values": values}
-    of_pieces = {"pieces": "*u8", "piece_scales": "*fp32", "kept": "*fp32"}
-    pointers, absent = (pointers | of_pieces, {}) if pieces else (pointers, dict.fromkeys(of_pieces))
-    constants = {"BITS": bits, "PIECES": 3 if pieces else 0, "SOURCE_BITS": pieces, "SOURCE_SIZE": 96}
-    constants |= {"IS_STOCHASTIC": is_wide, "INDEX": index_of(is_wide), **dict.fromkeys(BLOCK)}
-    return ptx(kernels.encode_blocks, pointers, constants | absent, fusion)
+def encode(bits, fusion=False, values="*bf16", is_wide=False):
+    constants = {"BITS": bits, "IS_STOCHASTIC": is_wide, "INDEX": index_of(is_wide), **dict.fromkeys(BLOCK)}
+    return ptx(kernels.encode_blocks, {"codes": "*u8", "scale_bits": "*i32", "values": values}, constants, fusion)
 
 
 def decode(bits, fusion=False, out="*bf16", is_wide=False):
@@ -109,8 +104,7 @@ def add(bits, fusion=False, out="*fp32", exact="*bf16", is_wide=False):
 
 for bits in (8, 4):
     for text in (
-        encode(bits), encode(bits, is_wide=True), encode(bits, values="*fp64"),
-        encode(bits, values="*fp32", pieces=4), encode(bits, pieces=8, is_wide=True),
+        encode(bits), encode(bits, is_wide=True), encode(bits, values="*fp32"), encode(bits, values="*fp64"),
         add(bits), add(bits, out="*fp64", exact="*fp32"), add(bits, exact="*fp32", is_wide=True),
         decode(bits), decode(bits, out="*fp32"), decode(bits, out="*fp16", is_wide=True),
     ):
@@ -156,13 +150,15 @@ def test_kernels_on_a_gpu_write_the_bits_of_the_reference(name: str, bits: int) 
 @bits
 def test_a_coder_on_a_gpu_writes_the_bits_of_one_on_a_cpu(bits: int, block_size: int) -> None:
     codec, values = Codec(bits=bits, block_size=block_size), torch.randn(100_001).bfloat16()
-    outs = []
+    outs, totals = [], []
     for device in map(torch.device, ("cpu", "cuda")):
         outs.append(torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=device))
+        totals.append(torch.empty(values.numel(), device=device))
         Quantizer(codec, device).encode(values.to(device), outs[-1])
-        summands = Summands(codec=codec, rows=outs[-1].repeat(3, 1), exact=values.to(device), exact_index=1)
-        Quantizer(codec, device).encode_sum(summands, outs[-1][None])
+        summands = Summands(rows=outs[-1].repeat(3, 1), exact=values.to(device), exact_index=1)
+        Quantizer(codec, device).decode_sum(summands, totals[-1], accumulate=False)
     assert torch.equal(outs[0], outs[1].cpu())
+    assert torch.equal(totals[0], totals[1].cpu())
     restored = torch.empty(values.numel(), device="cuda")
     expected = torch.empty(values.numel())
     Quantizer(codec, torch.device("cuda")).decode(outs[1], restored)

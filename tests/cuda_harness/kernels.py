@@ -31,11 +31,6 @@ class Kernels:
             self._tiles.decode_sum(summands, out, accumulate)
         machine().kernel("decode_sum", [summands.rows, summands.exact, *([out] if accumulate else [])], [out])
 
-    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
-        with alone():
-            self._tiles.encode_sum(summands, out, kept, kept_row)
-        machine().kernel("encode_sum", [summands.rows, summands.exact], [out, *([] if kept is None else [kept])])
-
 
 def loader(original: Any) -> Any:
     """In the place of `quantizer.load_kernels`."""

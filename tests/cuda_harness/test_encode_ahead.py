@@ -93,7 +93,10 @@ def _noting_units(submit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def encoded_units(preset: str, role: str, **options: Any) -> list[str]:
-    """The units that are encoded for a role in a step, but for the first, and the unit that each is behind, if any."""
+    """The units that are encoded for a role in a step, but for the first, and the unit that each is behind, if any.
+
+    Sums that a collective encodes for its later stages, behind its own first one, are left out.
+    """
     submit = mock.patch.object(InlineQueue, "submit", _noting_units(InlineQueue.submit))
     with mock.patch("tests.cuda_harness.runs.Machine", Watched), submit, one_of_many(8) as machine:
         training = start(machine, config_of(preset, **(CODECS | options)))
@@ -105,7 +108,7 @@ def encoded_units(preset: str, role: str, **options: Any) -> list[str]:
     for event, following in itertools.pairwise(machine.events):
         if event.kind == role:
             before = event
-        elif event.kind == "encode" and following.kind == role and before is not None:
+        elif event.kind == "encode" and following.kind == role and before is not None and before.unit != event.unit:
             ((stream, tick),) = before.clock.items()
             is_ahead = event.clock.get(stream, 0) < tick
             units.append(event.unit if is_ahead else f"{event.unit} behind {before.unit}")

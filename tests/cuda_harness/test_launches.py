@@ -40,7 +40,7 @@ LAUNCHES: dict[tuple[str, str], Rows] = {
     ("mics", "int8"): {
         "param_all_gather": (7, 1, 1),
         "grad_reduce_scatter": (5, 1, 2),
-        "second_hop_all_reduce": (5, 2, 8),
+        "second_hop_all_reduce": (5, 2, 9),
     },
     ("paro-iig", "none"): {
         "param_sync+param_all_gather": (5, 2, 4),

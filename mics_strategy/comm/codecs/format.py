@@ -222,13 +222,11 @@ class Summands:
     They are added in the order of the rows, from zero.
 
     Attributes:
-        codec: Codec of the rows.
         rows: [ranks, encoded_bytes(n)] uint8, contiguous. Row `exact_index` is not read.
         exact: [n], floating, contiguous: the contribution that replaces row `exact_index`.
         exact_index: Index of that row.
     """
 
-    codec: Codec
     rows: torch.Tensor
     exact: torch.Tensor
     exact_index: int

@@ -36,7 +36,7 @@ class Quantizer:
     recorded for autograd. Kernels do not synchronize with the host.
 
     Args:
-        codec: Codec of the encoded buffers, except where a method takes another one.
+        codec: Codec of the encoded buffers.
         device: Device of all tensors.
         generator: Generator on the CPU, seeded by the caller. Stochastic rounding needs it, and every encoding
             advances it.
@@ -56,11 +56,11 @@ class Quantizer:
             raise ConfigError(f"`rounding='stochastic'` with {problem}. Pass a seeded torch.Generator() on the CPU.")
         self.codec = codec
         self.device = device
-        self._generator = generator
         kernels = load_kernels() if device.type == "cuda" else None
-        has_kernels = kernels is not None and _has_kernels(codec)
-        self._triton = kernels.TritonCodec(codec, generator) if kernels is not None and has_kernels else None
-        self._torch = None if has_kernels else TorchCodec(codec, device, generator)
+        if kernels is not None and _has_kernels(codec):
+            self._implementation = kernels.TritonCodec(codec, generator)
+        else:
+            self._implementation = TorchCodec(codec, device, generator)
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -91,8 +91,8 @@ class Quantizer:
             residual.neg_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             return
         self._check_values("values", values, values.shape)
-        self._check_encoded("out", out, self.codec, values.shape)
-        (self._triton or self._torch_codec()).encode(values, out)
+        self._check_encoded("out", out, values.shape)
+        self._implementation.encode(values, out)
 
     @torch.no_grad()
     def encode_difference(
@@ -150,8 +150,8 @@ class Quantizer:
             That of `encode`.
         """
         self._check_values("out", out, out.shape)
-        self._check_encoded("encoded", encoded, self.codec, out.shape)
-        (self._triton or self._torch_codec()).decode(encoded, out, accumulate=False)
+        self._check_encoded("encoded", encoded, out.shape)
+        self._implementation.decode(encoded, out, accumulate=False)
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
@@ -168,8 +168,8 @@ class Quantizer:
             That of `encode`.
         """
         self._check_values("out", out, out.shape, torch.float32)
-        self._check_encoded("encoded", encoded, self.codec, out.shape)
-        (self._triton or self._torch_codec()).decode(encoded, out, accumulate=True)
+        self._check_encoded("encoded", encoded, out.shape)
+        self._implementation.decode(encoded, out, accumulate=True)
 
     @torch.no_grad()
     def decode_sum(self, summands: Summands, out: torch.Tensor, *, accumulate: bool) -> None:
@@ -178,7 +178,7 @@ class Quantizer:
         The bits are those of one `decode_add` for each row, with `exact` added in the place of its row.
 
         Args:
-            summands: Contributions of n values, in the codec of this object.
+            summands: Contributions of n values.
             out: [n], fp32 or fp64; overwritten with the sum, or added to.
             accumulate: Whether to add to `out` instead of overwriting it.
 
@@ -189,59 +189,15 @@ class Quantizer:
             That of `encode`, whatever the number of rows.
         """
         self._check_values("out", out, out.shape)
-        self._check_summands(summands, self.codec, out.shape, out.dtype)
-        (self._triton or self._torch_codec()).decode_sum(summands, out, accumulate)
-
-    @torch.no_grad()
-    def encode_sum(
-        self, summands: Summands, out: torch.Tensor, *, kept: torch.Tensor | None = None, kept_row: int = 0
-    ) -> None:
-        """Add contributions in the order of their rows, in fp32, and encode the sum.
-
-        Only the sum of one row is kept unencoded. The bits are those of `decode_sum` and `encode`. A value that
-        overflows in the sum makes its block nonfinite, like any other.
-
-        Args:
-            summands: Contributions of rows * n values, in any codec.
-            out: [rows, encoded_bytes(n)] uint8, in the codec of this object; overwritten.
-            kept: [n] fp32; overwritten with the sum of one row.
-            kept_row: Index of that row.
-
-        Raises:
-            ShapeError: A size, dtype, device or alignment does not fit.
-
-        Cost:
-            That of `encode`.
-
-        Source:
-            ZeRO++ (arXiv:2306.10209), section 4.2: dequantize, reduce and quantize in one kernel.
-        """
-        numel, rows = summands.exact.numel(), out.shape[0]
-        if not rows or numel % rows:
-            raise ShapeError(f"`out` has {rows} rows for a sum of {numel} values. Pass rows of equally many values.")
-        shape = torch.Size((rows, numel // rows))
-        self._check_summands(summands, summands.codec, torch.Size((numel,)), torch.float32)
-        self._check_encoded("out", out, self.codec, shape)
-        if kept is not None:
-            self._check_values("kept", kept, shape[1:], torch.float32)
-        is_fused = self._triton is not None and _has_kernels(summands.codec)
-        implementation = self._triton if self._triton is not None and is_fused else self._torch_codec()
-        implementation.encode_sum(summands, out, kept, kept_row)
-
-    def _torch_codec(self) -> TorchCodec:
-        if self._torch is None:
-            self._torch = TorchCodec(self.codec, self.device, self._generator)
-        return self._torch
-
-    def _check_summands(self, summands: Summands, codec: Codec, shape: torch.Size, dtype: torch.dtype) -> None:
         exact, rows = summands.exact, summands.rows
-        self._check_values("exact", exact, shape)
-        self._check_encoded("rows", rows, codec, torch.Size((rows.shape[0], *shape)))
-        if summands.codec != codec or exact.itemsize > dtype.itemsize or not 0 <= summands.exact_index < rows.shape[0]:
+        self._check_values("exact", exact, out.shape)
+        self._check_encoded("rows", rows, torch.Size((rows.shape[0], *out.shape)))
+        if exact.itemsize > out.itemsize or not 0 <= summands.exact_index < rows.shape[0]:
             raise ShapeError(
-                f"`summands` of {summands.codec} replace row {summands.exact_index} by {exact.dtype}. Pass {codec}, "
-                f"one of the {rows.shape[0]} rows, and values not wider than {dtype}."
+                f"`summands` replace row {summands.exact_index} by {exact.dtype}. Pass one of the {rows.shape[0]} "
+                f"rows, and values not wider than {out.dtype}."
             )
+        self._implementation.decode_sum(summands, out, accumulate)
 
     def _check_values(
         self, name: str, values: torch.Tensor, shape: torch.Size, dtype: torch.dtype | None = None
@@ -254,8 +210,8 @@ class Quantizer:
                 f"{list(shape)}, {dtype or 'of a floating dtype'}, on {self.device}."
             )
 
-    def _check_encoded(self, name: str, encoded: torch.Tensor, codec: Codec, shape: torch.Size) -> None:
-        expected = (*shape[:-1], codec.encoded_bytes(shape[-1]))
+    def _check_encoded(self, name: str, encoded: torch.Tensor, shape: torch.Size) -> None:
+        expected = (*shape[:-1], self.codec.encoded_bytes(shape[-1]))
         is_shape_right = encoded.shape == expected and encoded.is_contiguous()
         is_memory_right = encoded.device.type == self.device.type and (
             encoded.storage_offset() % 4 == 0 or not encoded.numel()
@@ -264,7 +220,7 @@ class Quantizer:
         if not (is_shape_right and is_memory_right and is_dtype_right):
             raise ShapeError(
                 f"`{name}` is {_describe(encoded)}. Pass contiguous torch.uint8 {list(expected)} for "
-                f"{list(shape)} values of {codec}, on {self.device}, from a multiple of 4 bytes of its storage."
+                f"{list(shape)} values of {self.codec}, on {self.device}, from a multiple of 4 bytes of its storage."
             )
 
 

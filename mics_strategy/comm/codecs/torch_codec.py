@@ -16,17 +16,14 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec, Summands
-
-Fill = Callable[[int, int, torch.Tensor], None]  # writes the values from start to end of G rows into fp32 [G, N]
 
 # A tile takes half a megabyte of fp32. Smaller ones are slower, as they need more calls: INT8 encodes 1.2 GB/s with
 # 2**16, 1.7 with 2**17, 2.5 with 2**18 (one core of an AMD EPYC with 1 MB of L2, bf16, 21 November 2026), but two cores
@@ -55,7 +52,6 @@ class _Run:
 class _EncodedPayload:
     """Encoded rows, split into codes and scales."""
 
-    codec: Codec
     numel: int  # of one row
     codes: torch.Tensor  # [G, payload_bytes] uint8
     scales: torch.Tensor  # [G, num_blocks] fp32
@@ -89,7 +85,7 @@ class TorchCodec:
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """See `Quantizer.encode`."""
         for values_GN, out_GB in self._groups(torch.atleast_2d(values), torch.atleast_2d(out)):
-            self._encode(partial(_copy_range, values_GN), values_GN.shape[1], out_GB)
+            self._encode(values_GN, out_GB)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
@@ -103,32 +99,15 @@ class TorchCodec:
     def decode_sum(self, summands: Summands, out: torch.Tensor, accumulate: bool) -> None:
         """See `Quantizer.decode_sum`."""
         for begin, end in self._steps(out.numel()):
-            target = out[begin:end]
-            self._add_in_order(summands, begin, end, target if accumulate else target.zero_())
-
-    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
-        """See `Quantizer.encode_sum`."""
-        numel = summands.exact.numel() // len(out)
-        for row in range(len(out)):
-
-            def fill(begin: int, end: int, tile_1N: torch.Tensor, row: int = row) -> None:
-                total = tile_1N[0].zero_()
-                self._add_in_order(summands, row * numel + begin, row * numel + end, total)
-                if kept is not None and row == kept_row:
-                    kept[begin:end].copy_(total)
-
-            self._encode(fill, numel, out[row : row + 1])
-
-    def _add_in_order(self, summands: Summands, begin: int, end: int, total: torch.Tensor) -> None:
-        """Add the values from `begin` to `end` of all contributions to `total`."""
-        for index, row in enumerate(summands.rows):
-            if index == summands.exact_index:
-                total.add_(summands.exact[begin:end])
-            else:
-                decoded = self._spare[: end - begin]
-                payload = _split_payload(summands.codec, row[None], summands.exact.numel())
-                self._decode_range(payload, begin, end, decoded[None])
-                total.add_(decoded)
+            total = out[begin:end] if accumulate else out[begin:end].zero_()
+            for index, row in enumerate(summands.rows):
+                if index == summands.exact_index:
+                    total.add_(summands.exact[begin:end])
+                else:
+                    decoded = self._spare[: end - begin]
+                    payload = _split_payload(self._codec, row[None], out.numel())
+                    self._decode_range(payload, begin, end, decoded[None])
+                    total.add_(decoded)
 
     def _groups(self, values: torch.Tensor, encoded: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """As many rows at a time as a tile holds, or one where it holds none.
@@ -149,23 +128,26 @@ class TorchCodec:
         for begin in range(0, numel, step):
             yield begin, min(begin + step, numel)
 
-    def _encode(self, fill: Fill, numel: int, out_GB: torch.Tensor) -> None:
-        payload, rows = _split_payload(self._codec, out_GB, numel), len(out_GB)
+    def _encode(self, values_GN: torch.Tensor, out_GB: torch.Tensor) -> None:
+        rows, numel = values_GN.shape
+        payload = _split_payload(self._codec, out_GB, numel)
         out_GB[:, payload.codes.shape[1] : out_GB.shape[1] - 4 * payload.scales.shape[1]].zero_()
         offset = 0
         for run in _runs(self._codec, numel, self.tile_numel // rows):
             lane = self._codec.bytes_per_lane(run.width)
             codes_GRC = payload.codes[:, offset : offset + run.rows * lane].unflatten(1, (run.rows, lane))
-            self._encode_run(fill, run, codes_GRC, payload.scales[:, run.first : run.first + run.rows, None])
+            self._encode_run(values_GN, run, codes_GRC, payload.scales[:, run.first : run.first + run.rows, None])
             offset += run.rows * lane
 
-    def _encode_run(self, fill: Fill, run: _Run, codes_GRC: torch.Tensor, scales_GR1: torch.Tensor) -> None:
-        rows, _, lane = codes_GRC.shape
+    def _encode_run(
+        self, values_GN: torch.Tensor, run: _Run, codes_GRC: torch.Tensor, scales_GR1: torch.Tensor
+    ) -> None:
+        lane = codes_GRC.shape[2]
         columns = min(lane, self.tile_numel // self._codec.values_per_byte)
         starts = range(0, lane, columns)
         scales_GR1.zero_()
         for start in starts:
-            tile_GRHC = self._fill_tile(fill, run, rows, start, min(columns, lane - start))
+            tile_GRHC = self._fill_tile(values_GN, run, start, min(columns, lane - start))
             if self._codec.rotates(run.width):
                 self._mix(tile_GRHC.mul_(1 / run.width).flatten(2))
             magnitudes = torch.abs(tile_GRHC, out=self._spare[: tile_GRHC.numel()].view_as(tile_GRHC))
@@ -173,20 +155,20 @@ class TorchCodec:
         inverses_GR1, nonfinite_GR1 = self._finish_scales(scales_GR1)
         for start in starts:
             if len(starts) > 1:
-                tile_GRHC = self._fill_tile(fill, run, rows, start, min(columns, lane - start))
+                tile_GRHC = self._fill_tile(values_GN, run, start, min(columns, lane - start))
             self._round(tile_GRHC.mul_(inverses_GR1[..., None]))
             if nonfinite_GR1 is not None:
                 tile_GRHC.masked_fill_(nonfinite_GR1[..., None], 0.0)
             self._pack(tile_GRHC, codes_GRC[..., start : start + columns])
 
-    def _fill_tile(self, fill: Fill, run: _Run, rows: int, start: int, columns: int) -> torch.Tensor:
+    def _fill_tile(self, values_GN: torch.Tensor, run: _Run, start: int, columns: int) -> torch.Tensor:
         """The values of `columns` bytes of every block of the run, from byte `start`.
 
-        In each of `rows` rows, zeros follow the last value.
+        In each row, zeros follow the last value.
         """
         per_byte = self._codec.values_per_byte
         lane = self._codec.bytes_per_lane(run.width)
-        numel = run.rows * per_byte * columns
+        rows, numel = len(values_GN), run.rows * per_byte * columns
         if columns == lane:
             spans = [(run.begin, numel)]
         else:
@@ -195,7 +177,7 @@ class TorchCodec:
         offset = 0
         for begin, count in spans:
             end = max(begin, min(begin + count, run.end))
-            fill(begin, end, tile_GN[:, offset : offset + end - begin])
+            tile_GN[:, offset : offset + end - begin].copy_(values_GN[:, begin:end])
             if end < begin + count:
                 tile_GN[:, offset + end - begin : offset + count].zero_()
             offset += count
@@ -236,20 +218,12 @@ class TorchCodec:
     def _decode_range(self, payload: _EncodedPayload, begin: int, end: int, out: torch.Tensor) -> None:
         """Write the values from `begin` to `end` of all rows to `out`, [G, end - begin].
 
-        Whole blocks are decoded at once, the ends by half blocks, or from a whole block where it is rotated.
+        Whole blocks are decoded at once, the ends by half blocks. Tiles cut no rotated block.
         """
-        codec, start = payload.codec, begin
+        codec, start = self._codec, begin
         while begin < end:
             block, offset = divmod(begin, codec.block_size)
             rows = 0 if offset else end // codec.block_size - block
-            first = block * codec.block_size
-            if not rows and codec.rotates(payload.numel - first):
-                count = min(end, first + codec.block_size) - begin
-                whole = out.new_empty(len(out), codec.block_size)
-                self._decode_range(payload, first, first + codec.block_size, whole)
-                out[:, begin - start : begin - start + count].copy_(whole[:, offset : offset + count])
-                begin += count
-                continue
             if rows:
                 width, lane = codec.block_size, codec.block_bytes
                 column, halves, count = 0, range(codec.values_per_byte), rows * codec.block_size
@@ -263,14 +237,15 @@ class TorchCodec:
             codes_GRC = payload.codes[:, first_byte : first_byte + rows * columns].unflatten(1, (rows, columns))
             tile_GRHC = out[:, begin - start : begin - start + count].unflatten(1, (rows, len(halves), columns))
             for position, half in enumerate(halves):
-                self._unpack(codec, codes_GRC, half, tile_GRHC[:, :, position])
+                self._unpack(codes_GRC, half, tile_GRHC[:, :, position])
             tile_GRHC.mul_(payload.scales[:, block : block + rows, None, None])
             if codec.rotates(width):
                 self._mix(tile_GRHC.flatten(2))
             begin += count
 
-    def _unpack(self, codec: Codec, codes_GRC: torch.Tensor, half: int, out_GRC: torch.Tensor) -> None:
+    def _unpack(self, codes_GRC: torch.Tensor, half: int, out_GRC: torch.Tensor) -> None:
         """Write the codes of one half of the bytes as numbers into `out_GRC`."""
+        codec = self._codec
         if codec.bits == 8:
             out_GRC.copy_(codes_GRC.view(torch.int8))
             return
@@ -301,11 +276,7 @@ class TorchCodec:
 
 
 def _split_payload(codec: Codec, encoded: torch.Tensor, numel: int) -> _EncodedPayload:
-    return _EncodedPayload(codec, numel, encoded[:, : codec.payload_bytes(numel)], codec.scales(encoded, numel))
-
-
-def _copy_range(values_GN: torch.Tensor, begin: int, end: int, tile_GN: torch.Tensor) -> None:
-    tile_GN.copy_(values_GN[:, begin:end])
+    return _EncodedPayload(numel, encoded[:, : codec.payload_bytes(numel)], codec.scales(encoded, numel))
 
 
 def _runs(codec: Codec, numel: int, tile_numel: int) -> Iterator[_Run]:

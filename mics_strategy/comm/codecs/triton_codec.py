@@ -15,8 +15,7 @@ Importing this module requires Triton; `quantizer` does so for its first CUDA de
 Dims: R blocks, C bytes of a block. Names in capitals are compile-time constants.
 
 Source:
-    ZeRO++ (arXiv:2306.10209), section 4.2: values stay in registers while the scale is found; dequantize, reduce and
-    quantize are one kernel.
+    ZeRO++ (arXiv:2306.10209), section 4.2: values stay in registers while the scale is found.
 """
 
 from __future__ import annotations
@@ -72,64 +71,6 @@ def _number(byte: tl.tensor, HALF: tl.constexpr, BITS: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def _decoded_at(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    index: tl.tensor,
-    is_value: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> tl.tensor:
-    """The values at `index` of one piece, whose blocks may differ from the caller's."""
-    block = index // SIZE
-    scale = tl.load(scales + block, mask=is_value, other=0.0)
-    if BITS == 8:
-        number = _number(tl.load(codes + index, mask=is_value, other=0), 0, 8)
-    else:
-        offset = index - block * SIZE
-        lane = (tl.minimum(numel - block * SIZE, SIZE) + 1) // 2
-        is_high = offset >= lane
-        byte = tl.load(codes + block * (SIZE // 2) + tl.where(is_high, offset - lane, offset), mask=is_value, other=0)
-        number = tl.where(is_high, _number(byte, 1, 4), _number(byte, 0, 4))
-    return number * scale
-
-
-@triton.jit
-def _source_at(
-    values: tl.tensor,
-    pieces: tl.tensor,
-    scales: tl.tensor,
-    kept: tl.tensor,
-    table_row: tl.tensor,
-    offset: tl.tensor,
-    is_value: tl.tensor,
-    numel: tl.tensor,
-    piece_bytes: tl.tensor,
-    exact_piece: tl.tensor,
-    kept_row: tl.tensor,
-    PIECES: tl.constexpr,
-    BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-) -> tl.tensor:
-    """The values at `offset` of a row, or with PIECES their sum, which may be kept."""
-    index = table_row * numel + offset
-    if PIECES == 0:
-        total = _load_fp32(values, index, is_value)
-    else:
-        total = tl.zeros(index.shape, tl.float32)
-        for piece in range(PIECES):
-            if piece == exact_piece:
-                total += _load_fp32(values, index, is_value)
-            else:
-                start, all_numel = tl.cast(piece, tl.int64) * piece_bytes, tl.num_programs(1) * numel
-                total += _decoded_at(pieces + start, scales + start // 4, index, is_value, all_numel, BITS, SIZE)
-        if kept is not None:
-            tl.store(kept + offset, total, mask=is_value & (table_row == kept_row))
-    return total
-
-
-@triton.jit
 def _program(INDEX: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The index of this program among those of its table row, and the row."""
     return tl.program_id(0).to(INDEX), tl.program_id(1).to(INDEX)
@@ -182,12 +123,9 @@ def _code(
     return rounded.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["seed", "exact_piece", "kept_row"])
+@triton.jit(do_not_specialize=["seed"])
 def encode_blocks(
     values: tl.tensor,
-    pieces: tl.tensor,
-    piece_scales: tl.tensor,
-    kept: tl.tensor,
     codes: tl.tensor,
     scale_bits: tl.tensor,
     begin: tl.tensor,
@@ -196,15 +134,9 @@ def encode_blocks(
     rows: tl.tensor,
     lane: tl.tensor,
     padding_bytes: tl.tensor,
-    piece_bytes: tl.tensor,
-    exact_piece: tl.tensor,
-    kept_row: tl.tensor,
     seed: tl.tensor,
     BITS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
-    PIECES: tl.constexpr,
-    SOURCE_BITS: tl.constexpr,
-    SOURCE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LANE: tl.constexpr,
     INDEX: tl.constexpr,
@@ -219,24 +151,19 @@ def encode_blocks(
     column_C = tl.arange(0, LANE)
     is_byte = (row_R[:, None] < rows) & (column_C[None, :] < lane)
     low_offset = begin + row_R[:, None] * (HALVES * lane) + column_C[None, :]
-    low = _source_at(
-        *(values, pieces, piece_scales, kept, table_row, low_offset, is_byte & (low_offset < numel), numel),
-        *(piece_bytes, exact_piece, kept_row, PIECES, SOURCE_BITS, SOURCE_SIZE),
-    )
+    low_index = table_row * numel + low_offset
+    low = _load_fp32(values, low_index, is_byte & (low_offset < numel))
     magnitude, is_nonfinite = _magnitude(low)
     if HALVES == 2:
         high_offset = low_offset + lane
-        high = _source_at(
-            *(values, pieces, piece_scales, kept, table_row, high_offset, is_byte & (high_offset < numel), numel),
-            *(piece_bytes, exact_piece, kept_row, PIECES, SOURCE_BITS, SOURCE_SIZE),
-        )
+        high_index = table_row * numel + high_offset
+        high = _load_fp32(values, high_index, is_byte & (high_offset < numel))
         high_magnitude, high_is_nonfinite = _magnitude(high)
         magnitude = tl.maximum(magnitude, high_magnitude)
         is_nonfinite = is_nonfinite | high_is_nonfinite
     inverse_R, bits_R = _scales(magnitude, is_nonfinite, BITS)
-    byte = _code(low, inverse_R, table_row * numel + low_offset, seed, BITS, IS_STOCHASTIC)
+    byte = _code(low, inverse_R, low_index, seed, BITS, IS_STOCHASTIC)
     if HALVES == 2:
-        high_index = table_row * numel + high_offset
         byte = (byte + 8) | ((_code(high, inverse_R, high_index, seed, BITS, IS_STOCHASTIC) + 8) << 4)
     codes += table_row * row_bytes
     scale_bits += table_row * (row_bytes // 4)
@@ -349,12 +276,18 @@ class TritonCodec:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """See `Quantizer.encode`."""
-        self._encode(values, torch.atleast_2d(out), values.shape[-1], _Pieces(self._codec))
-
-    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
-        """See `Quantizer.encode_sum`."""
-        pieces = _Pieces(summands.codec, summands.rows, summands.exact_index, kept, kept_row)
-        self._encode(summands.exact, out, summands.exact.numel() // len(out), pieces)
+        codec, out, numel = self._codec, torch.atleast_2d(out), values.shape[-1]
+        row_bytes, scale_bits = out.shape[1], codec.scales(out, numel).view(torch.int32)
+        padding_bytes = row_bytes - codec.payload_bytes(numel) - 4 * scale_bits.shape[1]
+        is_stochastic = codec.rounding == "stochastic"
+        seed = int(torch.randint(2**31, (), generator=self._generator)) if is_stochastic else 0
+        for run in _runs(codec, numel, out):
+            encode_blocks[run.grid](
+                *(values, out[:, run.first_byte :], scale_bits[:, run.first :], run.begin, numel),
+                *(row_bytes, run.rows, run.lane, padding_bytes if run.is_last else 0, seed),
+                *(codec.bits, is_stochastic),
+                **run.constants,
+            )
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
@@ -377,35 +310,6 @@ class TritonCodec:
                 *(pieces.shape[1], summands.exact_index, run.rows, run.lane, len(pieces), codec.bits, accumulate),
                 **run.constants,
             )
-
-    def _encode(self, values: torch.Tensor, out: torch.Tensor, numel: int, pieces: _Pieces) -> None:
-        codec = self._codec
-        scale_bits = codec.scales(out, numel).view(torch.int32)
-        row_bytes, (ranks, piece_bytes) = out.shape[1], (0, 0) if pieces.encoded is None else pieces.encoded.shape
-        scales = None if pieces.encoded is None else pieces.codec.scales(pieces.encoded, len(out) * numel)
-        padding_bytes = row_bytes - codec.payload_bytes(numel) - 4 * scale_bits.shape[1]
-        is_stochastic = codec.rounding == "stochastic"
-        seed = int(torch.randint(2**31, (), generator=self._generator)) if is_stochastic else 0
-        for run in _runs(codec, numel, out):
-            encode_blocks[run.grid](
-                *(values, pieces.encoded, scales, pieces.kept),
-                *(out[:, run.first_byte :], scale_bits[:, run.first :]),
-                *(run.begin, numel, row_bytes, run.rows, run.lane),
-                *(padding_bytes if run.is_last else 0, piece_bytes, pieces.exact_index, pieces.kept_row, seed),
-                *(codec.bits, is_stochastic, ranks, pieces.codec.bits, pieces.codec.block_size),
-                **run.constants,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Encoded summands of a sum, and the row of it that is kept; or none."""
-
-    codec: Codec
-    encoded: torch.Tensor | None = None
-    exact_index: int = -1
-    kept: torch.Tensor | None = None
-    kept_row: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
