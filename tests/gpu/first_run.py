@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -73,6 +74,8 @@ SIDE_BY_SIDE: tuple[tuple[Part, ...], ...] = (  # parts of one line run one afte
     (_tests("sums-1", 150, "tests/gpu", f"{_SHARE}(mics or zeropp)"),),
     (_tests("sums-2", 150, "tests/gpu", f"{_SHARE}(zero or ddp) and not zeropp"),),
     (_tests("sums-3", 150, "tests/gpu", f"{_SHARE}paro"),),
+    (_tests("frameworks-1", 150, "tests/gpu", "frameworks and (scaler or compiled or checkpoint)"),),
+    (_tests("frameworks-2", 150, "tests/gpu", "frameworks and (lightning or accelerate or transformers)"),),
     (_tests("plain", 150, "tests/test_gpu.py"),),
     (_tests("capturable", 150, "tests/engine/optimizer/test_capturable.py"),),
     *((_tests(f"bits-{name}", 150, _KERNELS, f"on_a_gpu and {chosen}"),) for name, chosen in _OF_KERNELS.items()),
@@ -97,10 +100,9 @@ class FirstRun:
     """
 
     def __init__(self, out: Path, budget_s: float = BUDGET_S, python: str = sys.executable) -> None:
+        out.mkdir(parents=True, exist_ok=True)
         self._out = out
-        self._logs = out / "logs"
-        shutil.rmtree(self._logs, ignore_errors=True)
-        self._logs.mkdir(parents=True)
+        self._logs = Path(tempfile.mkdtemp(prefix="first-run-"))
         self._python = python
         self._end = time.monotonic() + budget_s
         self._states: dict[str, str] = {}
@@ -128,6 +130,7 @@ class FirstRun:
             self._is_over.set()
             reporter.join()
             self.report()
+            shutil.rmtree(self._logs)
         return self.failed
 
     @property

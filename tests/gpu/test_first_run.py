@@ -73,7 +73,7 @@ def test_a_part_that_fails_leaves_the_others_their_turn_and_can_be_run_again(tmp
     assert found["right"].startswith("exit 0")
     assert "PARTS='wrong absent'" in text
     assert json.loads((tmp_path / "figures.json").read_text()) == {"speed": {"fast": 1}}
-    assert {path.name for path in tmp_path.iterdir()} == {"logs", "report.md", "figures.json", "logs.tgz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "figures.json", "logs.tgz"}
 
 
 @pytest.mark.interpreter

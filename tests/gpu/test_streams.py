@@ -1,4 +1,4 @@
-"""Does a GPU compute the same whichever stream is late, and do ranks that share one train as a plain process?"""
+"""Does a GPU compute the same whichever stream is late, and do ranks and frameworks on one train as a plain process?"""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.frameworks import CASES as FRAMEWORKS
 from tests.gpu.late_streams import CASES, VARIANTS
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,13 @@ def test_late_streams_change_no_bit(case: str) -> None:
 )
 def test_ranks_that_share_a_gpu_train_as_a_plain_process(preset: str, options: dict[str, object]) -> None:
     printed("real_sums", preset, json.dumps(options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=on_gpu), "cpu"])
+@pytest.mark.parametrize("case", FRAMEWORKS)
+def test_frameworks_train_as_on_a_plain_device(case: str, kind: str) -> None:
+    printed("frameworks", case, kind)
 
 
 @pytest.mark.slow
