@@ -6,9 +6,11 @@ again, copied on the stream on which a gather would run; a reduction keeps this 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_codecs import Meter, Row
-from benchmarks.gpu_model import Block, Shape
+from benchmarks.gpu_model import SIZES, Block, Shape
 from benchmarks.gpu_training import EngineResult, Rounds, Trained, build_fsdp2, memory_columns, train
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
@@ -97,26 +99,28 @@ def compare_pretended(
     """Steps of rank 0 of 8, ours beside FSDP2's: gathers and reductions are copies on the device.
 
     All that a step launches is there, and no network. Losses are not compared: engines shard in different ways, so the
-    parameters that copies make of one shard are others.
+    parameters that copies make of one shard are others. A model with as many layers, but so small that the device waits
+    for the host, shows what a step costs the host.
     """
     fsdp2 = partial(build_fsdp2, num_ranks=_BESIDE_RANKS, is_light=False)
     builders: dict[str, Callable[[Shape, torch.device], Trained]] = {"fsdp2": fsdp2}
     for preset in ("zero3", "mics", "zero2"):
         builders[preset] = partial(_build, config=config_of(preset, _BESIDE_RANKS))
-    results, meter = {name: EngineResult() for name in builders}, Meter(device)
-    for index in range(rounds.rounds):
-        for name, build in builders.items():
+    small, meter = replace(SIZES["tiny"], layers=shape.layers), Meter(device)
+    results, of_small = ({name: EngineResult() for name in builders} for _ in range(2))
+    for index, (name, build) in itertools.product(range(rounds.rounds), builders.items()):
+        for size, into in ((shape, results[name]), (small, of_small[name])):
             with pretended_ranks(_BESIDE_RANKS):
-                batches = [shape.batch(step, device) for step in range(rounds.warm_up + rounds.steps)]
-                train(partial(build, shape, device), batches, rounds.warm_up, meter, results[name])
-            say(f"round {index}: {name} {results[name].step_s[-1]:.4f} s a step")
-    reference = results["fsdp2"]
+                batches = [size.batch(step, device) for step in range(rounds.warm_up + rounds.steps)]
+                train(partial(build, size, device), batches, rounds.warm_up, meter, into)
+        say(f"round {index}: {name} {results[name].step_s[-1]:.4f} s a step")
+    step_s, host_s = (
+        {name: statistics.median(each.step_s) for name, each in of_size.items()} for of_size in (results, of_small)
+    )
     for name, each in results.items():
-        step_s, host_s = statistics.median(each.step_s), statistics.median(each.host_s)
-        row = {"engine": name, "step s": step_s, "min s": min(each.step_s), "max s": max(each.step_s)}
-        row |= {"of fsdp2": statistics.median(reference.step_s) / step_s}
-        row |= {"host s": host_s, "host of fsdp2": host_s / statistics.median(reference.host_s)}
-        yield row | memory_columns(each)
+        row = {"engine": name, "step s": step_s[name], "min s": min(each.step_s), "max s": max(each.step_s)}
+        row |= {"of fsdp2": step_s["fsdp2"] / step_s[name], "host s": host_s[name]}
+        yield row | {"host of fsdp2": host_s[name] / host_s["fsdp2"]} | memory_columns(each)
 
 
 def _build(shape: Shape, device: torch.device, *, config: ShardConfig) -> Trained:

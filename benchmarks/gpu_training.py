@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,7 +183,6 @@ class EngineResult:
 
     Attributes:
         step_s: Seconds of each measured step.
-        host_s: CPU seconds of a measured step, of all threads of the process, by round.
         peak_bytes: Most bytes of live tensors in measured steps, by round.
         reserved_bytes: Bytes that the allocator holds after the last step, by round.
         losses: Loss of every step, by round.
@@ -193,7 +191,6 @@ class EngineResult:
     """
 
     step_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     reserved_bytes: list[int] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
@@ -294,11 +291,10 @@ def train(
     engine = build()
     losses = [engine.step(batch) for batch in batches[:warm_up]]
     meter.forget_peak()
-    marks, host_begin = [meter.mark()], time.process_time()
+    marks = [meter.mark()]
     for batch in batches[warm_up:]:
         losses.append(engine.step(batch))
         marks.append(meter.mark())
-    into.host_s.append((time.process_time() - host_begin) / len(batches[warm_up:]))
     into.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
     into.losses.append([float(loss) for loss in losses])
     into.peak_bytes.append(meter.peak_bytes - before)
@@ -324,7 +320,6 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
             continue
         row: Row = {"engine": name, "step s": statistics.median(each.step_s)}
         row |= {"min s": min(each.step_s), "max s": max(each.step_s), "tokens/s": speeds[name]}
-        row |= {"host s": statistics.median(each.host_s)}
         fsdp2, megatron, plain = (
             _fastest(speeds, peer, is_compiled=name.endswith(_COMPILED)) for peer in ("fsdp2", "megatron", "plain")
         )

@@ -282,7 +282,10 @@ def _is_persistent(*specs: BufferSpec | None) -> bool:
 
 
 def _differs(buffer: torch.Tensor | None, last: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Whether a buffer has other bits than last: [] bool, on the device. NaN equals itself; no buffer is unchanged."""
+    """Whether a buffer has other bits than last, so that NaN equals itself.
+
+    Returns [] bool, on the device; no buffer has not changed.
+    """
     if buffer is None:
         return torch.zeros((), dtype=torch.bool, device=device)
     if last is None or last.shape != buffer.shape or last.dtype != buffer.dtype:

@@ -298,9 +298,7 @@ def test_times_on_the_device_say_what_was_hidden() -> None:
 
 
 def found(step_s: float, loss: float) -> EngineResult:
-    return EngineResult(
-        step_s=[step_s, step_s, 9.0], host_s=[0.1], peak_bytes=[1000], reserved_bytes=[2000], losses=[[5.0, loss]]
-    )
+    return EngineResult(step_s=[step_s, step_s, 9.0], peak_bytes=[1000], reserved_bytes=[2000], losses=[[5.0, loss]])
 
 
 def test_ratios_are_those_of_the_faster_peers() -> None:

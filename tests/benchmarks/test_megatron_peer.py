@@ -65,7 +65,7 @@ def test_a_missing_dependency_of_the_package_is_named(tmp_path: Any, monkeypatch
 
 
 def test_what_is_not_measured_is_a_row_without_a_problem() -> None:
-    engines = {"plain": EngineResult(step_s=[1.0], host_s=[0.1], peak_bytes=[0], reserved_bytes=[0], losses=[[4.0]])}
+    engines = {"plain": EngineResult(step_s=[1.0], peak_bytes=[0], reserved_bytes=[0], losses=[[4.0]])}
     engines |= {name: EngineResult(reason="not installed") for name in ENGINES}
     rows = list(engine_rows(engines, SIZES["tiny"], 0.02, NO_PEAK))
     assert [row["engine"] for row in rows] == list(engines)
@@ -76,7 +76,7 @@ def test_what_is_not_measured_is_a_row_without_a_problem() -> None:
 
 def test_ours_is_compared_with_the_faster_row() -> None:
     def result(step_s: float) -> EngineResult:
-        return EngineResult(step_s=[step_s], host_s=[0.1], peak_bytes=[0], reserved_bytes=[0], losses=[[4.0]])
+        return EngineResult(step_s=[step_s], peak_bytes=[0], reserved_bytes=[0], losses=[[4.0]])
 
     engines = {"plain": result(1.0), "fsdp2": result(1.0), "megatron-fsdp": result(4.0)}
     engines |= {"megatron-fsdp-light": result(2.0), "mics": result(1.0)}

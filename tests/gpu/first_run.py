@@ -84,7 +84,7 @@ ALONE: tuple[Part, ...] = (
     _benchmark("pretended", 120, "--parts", "pretended", "--rounds", "3", "--steps", "6"),
     _benchmark("engine", 190, "--parts", "engine", "--compile", "--rounds", "1", "--steps", "6"),
     _benchmark("memory", 80, "--parts", "overlap,memory,trace"),
-    _benchmark("codecs", 110, "--parts", "codecs", "--rounds", "2", "--numel", "67108864"),
+    _benchmark("codecs", 110, "--parts", "codecs", "--rounds", "2"),
     Part("sanitizer", 90, (*_SANITIZER, *_tests("", 0, _KERNELS, "coder and 256").command)),
     _benchmark("ranks", 150, "--parts", "ranks", "--rounds", "1", "--steps", "4"),
 )

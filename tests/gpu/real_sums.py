@@ -65,6 +65,7 @@ def main(preset: str, options: str = "{}") -> None:
     """Train on all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (str(Path(folder, "store")), preset, json.loads(options)), nprocs=WORLD)
+    print("equal")
 
 
 if __name__ == "__main__":
