@@ -1,6 +1,7 @@
-"""Write the page of published results: `python docs/papers.py`.
+"""Write the page of published results: `python -m docs.papers`.
 
-The page has the medians of `mics validate`, the rows that are missed, and three of the papers' claims as plots.
+The page has the medians of `benchmarks.papers.validate`, the rows that are missed, and three of the papers' claims as
+plots.
 """
 
 import statistics
@@ -9,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mics_strategy.planner.published.predict import Kind, predict
-from mics_strategy.planner.published.row import PublishedRow, read_rows
-from mics_strategy.planner.validate import ValidatedRow, median_errors, validate
+from benchmarks.papers.predict import Kind, predict
+from benchmarks.papers.row import PublishedRow, read_rows
+from benchmarks.papers.validate import ValidatedRow, median_errors, validate
 from mics_strategy.text_table import text_table
 
 DOCS = Path(__file__).parent
@@ -218,13 +219,14 @@ def page() -> tuple[str, dict[str, str]]:
     )
     text = f"""# The planner beside published results
 
-Written by `python docs/papers.py`; the numbers in tables and plots are from the code as it is. The
+Written by `python -m docs.papers`; the numbers in tables and plots are from the code as it is. The
 rows are in `docs/papers/results.csv`: a value of a paper, with the configuration as far as the
 paper states it.
 
 ```bash
-mics validate --rows docs/papers/results.csv      # prediction, error, assumptions or reason, by row
-mics validate --rows docs/papers/results.csv --json
+# prediction, error, assumptions or reason, by row
+python -m benchmarks.papers.validate --rows docs/papers/results.csv
+python -m benchmarks.papers.validate --rows docs/papers/results.csv --json
 ```
 
 {wrapped(counts)}
@@ -233,9 +235,8 @@ mics validate --rows docs/papers/results.csv --json
 
 ## What is assumed
 
-All constants are in `mics_strategy/planner/published/published.toml` and
-`mics_strategy/planner/clusters.toml`, with their sources. None belongs to a row, and none was
-adjusted to one.
+All constants are in `benchmarks/papers/published.toml` and `mics_strategy/planner/clusters.toml`,
+with their sources. None belongs to a row, and none was adjusted to one.
 
 - **Links**: datasheets, with the efficiency that MiCS measured (128 of 150 and 11 of 12.5 GB/s).
   The two rows that state these measurements are not counted. Latencies are those of NCCL's own
@@ -258,7 +259,7 @@ Rows with an error above {MISSED:.0%}:
 ## AMSP's choices
 
 AMSP's planner adds up the times of all collectives, for factors that fit into memory (formulas A7
-to A13). With these formulas and the test-bed's datasheet (`mics_strategy/planner/amsp.py`), for 4
+to A13). With these formulas and the test-bed's datasheet (`benchmarks/papers/amsp.py`), for 4
 micro-steps on 64 GPUs, and the least memory where costs are equal within 1 %:
 
 - LLaMA-7B: 1x1, 1x1, 8x1, as published. Optimizer states over 4 ranks cost the same and need more

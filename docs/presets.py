@@ -1,4 +1,4 @@
-"""Writes docs/presets.md: what every preset shards, sends and keeps. Run: ``python docs/presets.py``.
+"""Writes docs/presets.md: what every preset shards, sends and keeps. Run: ``python -m docs.presets``.
 
 The numbers come from the plan that the engine's own tests hold it to, for a model large enough that headers, padding
 and small tensors do not show.
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.papers.cost import ParameterKind, state_bytes
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.plan import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
 from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model
-from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.planner.model import ParameterShape
 from mics_strategy.scopes import Scopes, resolve_scopes
 
@@ -134,7 +134,7 @@ def page() -> str:
     return (
         f"""# Which preset?
 
-Written by `python docs/presets.py`; a test keeps it as the code is.
+Written by `python -m docs.presets`; a test keeps it as the code is.
 
 {setting}
 

@@ -8,7 +8,6 @@ recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a r
 training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
 ``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
 ``mics plan`` chooses the fastest sharding of a model on a cluster without a GPU, ``mics simulate`` plays a step of it.
-``mics validate`` compares the planner with published results.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ _PROGRAMS = {  # of the recipes, which parse their options themselves
 _PLANNER_PROGRAMS = {  # which parse their options themselves
     "plan": "plan_command",
     "simulate": "simulate_command",
-    "validate": "validate_command",
 }
 
 
@@ -90,7 +88,6 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
     )
-    commands.add_parser("validate", help="compare the planner with published results: --rows FILE", add_help=False)
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("config", "topology", "scopes", "timeline", "text_table", "tuning.threshold"),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units", "engine.aliases"),
-        *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
+        *("checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.autotune"),
     ("engine", "tuning"),
@@ -191,6 +191,8 @@ def check_imports(sources: Iterable[Source]) -> list[str]:
                 reason = _forbidden(source.module, rest, found.in_function)
                 if reason:
                     violations.append(source.at(found.node, f"imports {found.target}: {reason}"))
+            if top == "benchmarks":
+                violations.append(source.at(found.node, f"imports {found.target}, which is not installed"))
             for owner, packages in FRAMEWORKS.items():
                 if top in packages and folder not in (owner, "run"):
                     what = f"imports {found.target}, which belongs into {owner}/"

@@ -26,6 +26,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import mics_strategy
+from benchmarks.papers.row import COLUMNS, read_rows
+from benchmarks.papers.validate import report_json, report_lines, validate
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.safe_reader import METADATA
@@ -33,8 +35,6 @@ from mics_strategy.checkpoint.shard_report import shard_report_from
 from mics_strategy.checkpoint.weight_formats import as_checkpoint_error, open_source
 from mics_strategy.errors import MiCSError
 from mics_strategy.planner.cluster import Cluster
-from mics_strategy.planner.published.row import COLUMNS, read_rows
-from mics_strategy.planner.validate import report_json, report_lines, validate
 from recipes.config import load_recipe
 from recipes.data.config import DataConfig
 from recipes.data.prepare import prepare_store

@@ -102,6 +102,7 @@ BAD: list[tuple[Check, str, str, str]] = [
     (architecture.check_imports, "engine/api.py", "import lightning.pytorch", "into lightning/"),
     (architecture.check_imports, "__init__.py", "import mics_strategy.lightning.strategy", "inside"),
     (architecture.check_imports, "novelty.py", "", "in no layer"),
+    (architecture.check_imports, "planner/x.py", "from benchmarks.papers import amsp", "not installed"),
     (architecture.check_pure, "engine/layout.py", "import torch.distributed as dist", "pure"),
     (
         architecture.check_primitives,

@@ -33,7 +33,6 @@ OPTIONS = {
     "export-hf": [],  # the recipes' program parses its own
     "plan": [],  # the planner's program parses its own
     "simulate": [],  # the planner's program parses its own
-    "validate": [],  # the planner's program parses its own
     "data": [],  # the recipes' program parses its own
 }
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.papers.cost import ParameterKind, state_bytes
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Axis, Span
 from mics_strategy.tuning.autotune import TuningResult, report
@@ -26,7 +26,7 @@ STATES += ("reduced gradients",)
 
 
 def test_the_page_of_presets_is_as_its_program_writes_it() -> None:
-    assert (DOCS / "presets.md").read_text() == PRESETS["page"](), "run: python docs/presets.py"
+    assert (DOCS / "presets.md").read_text() == PRESETS["page"](), "run: python -m docs.presets"
 
 
 def test_every_preset_has_a_reason() -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mics_strategy import ShardConfig, cli, shard
-from mics_strategy.planner import plan_command, simulate_command, validate_command
+from mics_strategy.planner import plan_command, simulate_command
 from tests.engine.adapters import base_model
 from tests.engine.training import assert_identical, forget_meshes
 from tests.ranks import RankContext, RankPool
@@ -102,7 +102,7 @@ def test_every_python_block_compiles(guide: str) -> None:
         compile(block, f"{guide}.md", "exec")
 
 
-PLANNER_COMMANDS = {"plan": plan_command, "simulate": simulate_command, "validate": validate_command}
+PLANNER_COMMANDS = {"plan": plan_command, "simulate": simulate_command}
 RECIPE_COMMANDS = ("pretrain", "data", "launch", "fidelity", "report", "export-hf")  # see tests/recipes
 
 

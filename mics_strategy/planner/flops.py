@@ -15,11 +15,6 @@ Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.model_formulas import TransformerShape
-
 
 def megatron_model_flop(*, s: int, L: int, h: int, V: int) -> float:
     """FLOP per sequence by Megatron's formula, nothing recomputed.
@@ -41,15 +36,3 @@ def megatron_recomputed_flop(*, s: int, L: int, h: int, V: int) -> float:
         (arXiv:2205.00119), section 5.1.1.
     """
     return 96 * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
-
-
-def published_flop(shape: TransformerShape, tokens: int, *, recomputes: bool) -> float:
-    """FLOP per sequence by Megatron's formula.
-
-    Args:
-        shape: Numbers of the transformer.
-        tokens: Tokens of a sequence.
-        recomputes: Whether a recomputed forward counts as well.
-    """
-    formula = megatron_recomputed_flop if recomputes else megatron_model_flop
-    return formula(s=tokens, L=shape.num_layers, h=shape.hidden_size, V=shape.vocab_size)

@@ -38,14 +38,11 @@ class Space:
     Attributes:
         codecs: Pairs of `weight_codec` and `grad_codec`; the first one is that of no codecs.
         has_secondary: Whether secondary copies of the parameters may be kept.
-        is_amsp: Whether only sharding factors of AMSP are allowed: those of parameters, gradients and optimizer states
-            in ascending order, and that of gradients equal to one of the others.
         base: Fields of every configuration that the planner does not choose.
     """
 
     codecs: tuple[tuple[str | Codec, str | Codec], ...] = (("none", "none"),)
     has_secondary: bool = True
-    is_amsp: bool = False
     base: ShardConfig = field(default_factory=ShardConfig)
 
 
@@ -86,8 +83,6 @@ def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
             for grads in nested:
                 if max(params, grads) % min(params, grads):
                     continue
-                if space.is_amsp and not _is_amsp(params, grads, optimizer):
-                    continue
                 for secondary in _secondaries(params, cluster.ranks_per_node, space):
                     for weight_codec, grad_codec in space.codecs:
                         config = base.replace(
@@ -105,17 +100,9 @@ def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
                         yield ScopedConfig(config=config, scopes=scopes)
 
 
-def _is_amsp(params: int, grads: int, optimizer: int) -> bool:
-    """Whether the factors keep AMSP's rules of formulas 3 and 4 and of section IV-C3.
-
-    `allowed_degrees` keeps those of formulas 5 to 7.
-    """
-    return params <= grads <= optimizer and grads in (params, optimizer)
-
-
 def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | int, ...]:
     """Scopes of the secondary copy: none, or a node within a larger scope."""
-    if space.has_secondary and not space.is_amsp and params > ranks_per_node > 1:
+    if space.has_secondary and params > ranks_per_node > 1:
         return ("none", ranks_per_node)
     return ("none",)
 

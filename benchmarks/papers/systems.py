@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.papers.testbed import NotPredictable, Testbed, published_table
 from mics_strategy.config import OVERLAPS, ShardConfig
-from mics_strategy.planner.published.testbed import NotPredictable, Testbed, published_table
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 
 if TYPE_CHECKING:
-    from mics_strategy.planner.published.row import PublishedRow
+    from benchmarks.papers.row import PublishedRow
 
 Factor = tuple[int, int]  # ranks in a node, and nodes
 _AMSP_OVERLAPS = {"ag/rs": {"gather", "reduce"}, "allreduce": {"second_hop"}, "broadcast": {"update"}}

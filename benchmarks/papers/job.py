@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.papers.row import PublishedRow
+from benchmarks.papers.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
 from mics_strategy.planner.model_formulas import TransformerShape, describe
-from mics_strategy.planner.published.row import PublishedRow
-from mics_strategy.planner.published.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.planner.simulator import Job, step_seconds
 from mics_strategy.planner.space import scopes_of
 from mics_strategy.planner.workload import Workload
 
 if TYPE_CHECKING:
+    from benchmarks.papers.systems import System
     from mics_strategy.planner.model import ModelDescription, UnitModel
-    from mics_strategy.planner.published.systems import System
 
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold of DeepSpeed: smaller parameters are not sharded
 _GPT_VOCAB = 50304

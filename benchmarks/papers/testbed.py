@@ -22,7 +22,7 @@ from mics_strategy.planner.simulator import optimizer_seconds
 from mics_strategy.planner.workload import Workload
 
 if TYPE_CHECKING:
-    from mics_strategy.planner.published.row import PublishedRow
+    from benchmarks.papers.row import PublishedRow
 
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
 

@@ -1,7 +1,7 @@
 """The planner of AMSP: the cheapest sharding factors that fit into memory.
 
 The cost is the sum of all communication times.
-It is kept beside this project's solver (`solver`), which simulates steps, to compare both with the published choices.
+This project's solver (`planner.solver`) simulates steps instead; both are compared with the published choices.
 Memory: ``2 F/s_p + 2 F/s_g + 12 F/s_os`` and activations, for F parameters with factors s. Objective:
 
 - T_p: every module is gathered twice and reduced once in each micro-step, over s_p ranks.
@@ -17,6 +17,7 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,18 @@ class AmspPoint:
     memory_bytes: float
 
 
+def amsp_factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
+    """Factors of parameters, gradients and optimizer states.
+
+    They ascend, and that of gradients is one of the others, by formulas 3 and 4 and section IV-C3. `allowed_degrees`
+    keeps the rules of formulas 5 to 7.
+    """
+    for scoped in scoped_configs(Space(has_secondary=False), cluster):
+        params, grads, optimizer = scoped.scopes.params, scoped.scopes.grads, scoped.scopes.optimizer
+        if params <= grads <= optimizer and grads in (params, optimizer):
+            yield params, grads, optimizer
+
+
 def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
     """All factors that AMSP's constraints (3) to (7) allow, cheapest first.
 
@@ -78,9 +91,7 @@ def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
     activations = sum(activation_bytes(workload.model.units, batch).values())
     modules = [p.numel for u in workload.model.units for p in u.parameters if p.numel >= _MIN_MODULE_NUMEL]
     points = []
-    for scoped in scoped_configs(Space(is_amsp=True), cluster):
-        scopes = scoped.scopes
-        factors = (scopes.params, scopes.grads, scopes.optimizer)
+    for factors in amsp_factors(cluster):
         states = workload.model.numel * (2 / factors[0] + 2 / factors[1] + 12 / factors[2])
         points.append(
             AmspPoint(

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mics_strategy.planner.published import collectives
-from mics_strategy.planner.published.job import PublishedJob, make_job
-from mics_strategy.planner.published.row import PublishedRow
-from mics_strategy.planner.published.states import fits, peak_bytes, states_bytes
-from mics_strategy.planner.published.systems import System, systems_of, with_partition
-from mics_strategy.planner.published.testbed import NotPredictable, Testbed, find_testbed
+from benchmarks.papers import collectives
+from benchmarks.papers.job import PublishedJob, make_job
+from benchmarks.papers.row import PublishedRow
+from benchmarks.papers.states import fits, peak_bytes, states_bytes
+from benchmarks.papers.systems import System, systems_of, with_partition
+from benchmarks.papers.testbed import NotPredictable, Testbed, find_testbed
 
 _STATE_BYTES = 16  # of a parameter with Adam in mixed precision
 _DOUBTFUL_GAIN = 100.0  # per cent; see `_gain`

@@ -1,25 +1,28 @@
-"""Comparison of the planner with published results.
+"""Comparison of the planner with published results: `python -m benchmarks.papers.validate --rows FILE`.
 
 Every row of a table is predicted, or has the reason why it cannot be. One set of constants for each cluster, from its
 datasheet or from a measurement of another group, and one set of assumptions for each system (`published.toml`): nothing
 is adjusted to a row.
-
-Pure.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from mics_strategy.planner.published.predict import Kind, Predicted, predict
-from mics_strategy.planner.published.testbed import NotPredictable
+from benchmarks.papers.predict import Kind, Predicted, predict
+from benchmarks.papers.row import PublishedRow, read_rows
+from benchmarks.papers.testbed import NotPredictable
+from mics_strategy.errors import MiCSError
 from mics_strategy.text_table import text_table
 
-if TYPE_CHECKING:
-    from mics_strategy.planner.published.row import PublishedRow
+_PROG = "python -m benchmarks.papers.validate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +140,31 @@ def report_json(rows: list[ValidatedRow]) -> dict[str, Any]:
             kind.value: {"median": median, "rows": count} for kind, (median, count) in median_errors(rows).items()
         },
     }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(prog=_PROG, description="Compares predictions with published results.")
+    options.add_argument("--rows", type=Path, required=True, help="table of published results, CSV")
+    options.add_argument("--json", action="store_true", help="print JSON, with all assumptions and reasons")
+    options.add_argument("--brief", action="store_true", help="leave out assumptions and reasons")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code, 0 on success."""
+    options = parser().parse_args(arguments)
+    try:
+        rows = validate(read_rows(options.rows))
+    except MiCSError as error:
+        print(f"{_PROG}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(report_json(rows), indent=1))
+    else:
+        print("\n".join(report_lines(rows, has_assumptions=not options.brief)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from mics_strategy import ConfigError, cli
-from mics_strategy.planner.amsp import amsp_choice, amsp_points
+from benchmarks.papers.amsp import amsp_choice, amsp_factors, amsp_points
+from benchmarks.papers.job import make_job
+from benchmarks.papers.predict import Kind, predict
+from benchmarks.papers.row import COLUMNS, PublishedRow, read_rows
+from benchmarks.papers.systems import System, systems_of, with_partition
+from benchmarks.papers.testbed import benchmarks, find_testbed, published_table, slowdown
+from benchmarks.papers.validate import ValidatedRow, main, median_errors, parser, report_json, validate
+from mics_strategy import ConfigError
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.cluster import Cluster, Device
-from mics_strategy.planner.published.job import make_job
-from mics_strategy.planner.published.predict import Kind, predict
-from mics_strategy.planner.published.row import COLUMNS, PublishedRow, read_rows
-from mics_strategy.planner.published.systems import System, systems_of, with_partition
-from mics_strategy.planner.published.testbed import benchmarks, find_testbed, published_table, slowdown
-from mics_strategy.planner.space import Space, scoped_configs
-from mics_strategy.planner.validate import ValidatedRow, median_errors, report_json, validate
 from mics_strategy.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "papers.md"
 TABLE = ROOT / "docs" / "papers" / "results.csv"
 AMSP: Mapping[str, str] = {
     "paper": "AMSP",
@@ -281,17 +281,24 @@ def test_the_command_prints_rows_and_reasons(tmp_path: Path, capsys: pytest.Capt
     lines = [",".join(cells), ",".join(cells.values()).replace("AMSP, no overlap", '"AMSP, no overlap"')]
     lines.append(lines[1].replace("LLaMA-7B", "").replace("X1", "X2"))
     path.write_text("\n".join(lines))
-    assert cli.main(["validate", "--rows", str(path), "--json"]) == 0
+    assert main(["--rows", str(path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["predicted"] > 0
     assert rows[0]["reason"] is None
     assert rows[0]["assumptions"]
     assert rows[1]["predicted"] is None
     assert "no model" in rows[1]["reason"]
-    assert cli.main(["validate", "--rows", str(path)]) == 0
+    assert main(["--rows", str(path)]) == 0
     assert "X2: not predictable: no model stated" in capsys.readouterr().out
-    assert cli.main(["validate", "--rows", str(tmp_path / "missing.csv")]) == 1
+    assert main(["--rows", str(tmp_path / "missing.csv")]) == 1
     assert "is no file" in capsys.readouterr().err
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    commands = re.findall(r"^python -m benchmarks.papers.validate(.*)$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert parser().parse_args(command.split()).rows == TABLE.relative_to(ROOT)
 
 
 def workload(model: str, *, num_micro_steps: int, recompute: bool) -> Workload:
@@ -308,7 +315,7 @@ A800 = Cluster.preset("amsp-a800", nodes=8)
 
 
 def test_amsps_space_keeps_its_rules() -> None:
-    found = {(s.scopes.params, s.scopes.grads, s.scopes.optimizer) for s in scoped_configs(Space(is_amsp=True), A800)}
+    found = {*amsp_factors(A800)}
     assert {(1, 1, 8), (4, 4, 8), (8, 8, 32), (8, 8, 16), (1, 1, 1), (64, 64, 64)} <= found
     assert all(params <= grads <= optimizer and grads in (params, optimizer) for params, grads, optimizer in found)
     assert (8, 1, 8) not in found
@@ -359,6 +366,6 @@ def test_published_broadcasts_between_nodes_are_at_line_rate() -> None:
 @pytest.mark.slow
 def test_the_page_of_published_results_is_as_its_program_writes_it() -> None:
     text, plots = runpy.run_path(str(ROOT / "docs" / "papers.py"))["page"]()
-    assert (ROOT / "docs" / "papers.md").read_text() == text, "run: python docs/papers.py"
+    assert PAGE.read_text() == text, "run: python -m docs.papers"
     for name, plot in plots.items():
         assert (ROOT / "docs" / "papers" / name).read_text() == plot

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.papers.testbed import NotPredictable, Testbed
 from mics_strategy.comm.route import ALL_GATHER
 from mics_strategy.comm.traffic import HopTraffic
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
-from mics_strategy.planner.published.testbed import NotPredictable, Testbed
 from mics_strategy.topology import Axis
 
 if TYPE_CHECKING:
-    from mics_strategy.planner.published.row import PublishedRow
+    from benchmarks.papers.row import PublishedRow
 
 _LARGE_BYTES = 2**30  # where bandwidth alone counts
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.planner.memory import CONTEXT_BYTES, FRAGMENTATION_SHARE, MicroBatch, activation_bytes
 
 if TYPE_CHECKING:
-    from mics_strategy.planner.published.job import PublishedJob
+    from benchmarks.papers.job import PublishedJob
 
 _ADAM_BYTES = 12  # master, and two moments, in fp32
 _GATHERED_UNITS = 2  # the one in use, and the one ahead
