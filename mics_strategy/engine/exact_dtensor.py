@@ -292,7 +292,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0])
-    elif torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs):
+    elif func is not _aten.detach.default and (
+        torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs)
+    ):
         result = _run_on_whole(func, args, kwargs, exact[0])
     else:
         result = _run_on_shards(func, args, kwargs, exact[0])
@@ -344,8 +346,11 @@ def _in_backward() -> bool:
 
 def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
     """Run an operation as torch's DTensor does; finish a reduction."""
-    shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
-    result = func(*shard_args, **shard_kwargs)
+    if func is _aten.detach.default:  # the most frequent operation, of which torch would work out what is known
+        result = as_torch_dtensor(like).requires_grad_(False)
+    else:
+        shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
+        result = func(*shard_args, **shard_kwargs)
     if isinstance(result, DTensor):
         as_exact(result, like.mics_random)
     else:

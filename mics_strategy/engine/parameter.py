@@ -139,7 +139,7 @@ def make_sharded_parameter(
         writes: Count of writes of the bucket.
         requires_grad: Whether the plain parameter requires gradients.
     """
-    tensor = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
+    tensor = as_exact(as_dtensor(slice_.view_in(master, placement.index), slice_, placement), placement.random)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter

@@ -14,7 +14,7 @@ from mics_strategy import CheckpointError, LifecycleError, Sharded, load_weights
 from mics_strategy.checkpoint.export import INDEX, Export, export_safetensors
 from mics_strategy.cli import main
 from tests.engine.adapters import SIZES
-from tests.engine.training import assert_identical, forget_meshes, whole
+from tests.engine.training import assert_identical, forget_meshes, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 ties = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -54,7 +54,7 @@ def load(ctx: RankContext, tied: bool, folder: Path) -> dict[str, Tensor]:
     """Into a model that never was whole."""
     model, sharded = build(tied, "meta")
     load_weights(folder, sharded)
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    return wholes(model.state_dict())
 
 
 @ties

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from mics_strategy.checkpoint.load import load_checkpoint
 from tests import models
 from tests.checkpoint.test_sharded import run_of, save_after, state_of
-from tests.engine.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole
+from tests.engine.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 
@@ -41,7 +41,7 @@ def build_fsdp2(ctx: RankContext) -> tuple[models.Case, torch.nn.Module, torch.o
 
 
 def tell(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {name: whole(value) for name, value in model.state_dict().items()}
+    found = wholes(model.state_dict())
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, states in optimizer.state.items():
         found |= {f"{names[id(parameter)]}:{key}": whole(value) for key, value in states.items()}

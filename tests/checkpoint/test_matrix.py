@@ -16,7 +16,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, Topology, load_checkpoint, save_checkpoint
 from mics_strategy.checkpoint.export import Export, export_safetensors
 from tests import models
-from tests.engine.training import Run, Training, assert_identical, start, whole
+from tests.engine.training import Run, Training, assert_identical, start, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def run_of(preset: str, ranks_per_node: int) -> Run:
 
 def state_of(training: Training) -> State:
     """Parameters, buffers and states of the optimizer, whole, by names."""
-    found = {name: whole(value) for name, value in training.model.state_dict().items()}
+    found = wholes(training.model.state_dict())
     for name, parameter in training.model.named_parameters():
         states = training.optimizer.state[parameter]
         found |= {f"{name}:{key}": whole(torch.as_tensor(value)) for key, value in states.items()}

@@ -25,7 +25,7 @@ from mics_strategy.checkpoint.save import PendingSave, finish_saves, save_checkp
 from mics_strategy.checkpoint.save_planner import ShardedSavePlanner
 from mics_strategy.checkpoint.state import local_state
 from tests import models
-from tests.engine.training import Run, Training, assert_identical, start, whole
+from tests.engine.training import Run, Training, assert_identical, start, whole, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 
@@ -37,7 +37,7 @@ def run_of(preset: str, **options: Any) -> Run:
 
 def state_of(training: Training) -> dict[str, Tensor]:
     """Parameters, buffers and the optimizer's states, whole, by names."""
-    found = {name: whole(value) for name, value in training.model.state_dict().items()}
+    found = wholes(training.model.state_dict())
     names = {id(p): name for name, p in training.model.named_parameters()}
     for parameter, states in training.optimizer.state.items():
         for key, value in states.items():
@@ -97,7 +97,7 @@ def save_muon(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
 
 def muon_state(training: Training) -> dict[str, Tensor]:
     """Parameters, and momenta by the plain optimizer's state dict; on rank 0."""
-    found = {name: whole(value) for name, value in training.model.state_dict().items()}
+    found = wholes(training.model.state_dict())
     states = training.sharded.full_optimizer_state_dict(training.optimizer).get("state", {})
     return found | {f"{number}:{key}": value for number, of in states.items() for key, value in of.items()}
 

@@ -17,7 +17,7 @@ from mics_strategy.checkpoint.weights import IncompatibleKeys, prefix_between
 from tests import models
 from tests.checkpoint.test_interop import build_fsdp2, save_from_fsdp2
 from tests.checkpoint.test_sharded import run_of, save_after
-from tests.engine.training import Run, Training, assert_identical, forget_meshes, start, whole
+from tests.engine.training import Run, Training, assert_identical, forget_meshes, start, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 State = dict[str, Any]
@@ -37,7 +37,7 @@ def state_of(case: Callable[[], models.Case]) -> dict[str, Tensor]:
 def state_after(training: Training, path: Path, **options: Any) -> tuple[dict[str, Tensor], IncompatibleKeys]:
     """What the model holds, and what was not on both sides."""
     difference = load_weights(path, training.sharded, **options)
-    return {name: whole(value) for name, value in training.model.state_dict().items()}, difference
+    return wholes(training.model.state_dict()), difference
 
 
 def load(

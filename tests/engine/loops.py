@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mics_strategy import Sharded
-from tests.engine.training import OPTIMIZERS, Run, assert_same, start, whole
+from tests.engine.training import OPTIMIZERS, Run, assert_same, start, wholes
 from tests.models import Case
 from tests.rank_report import RankContext
 from tests.ranks import RankPool
@@ -67,10 +67,10 @@ class Loop:
         optimizer.zero_grad()
 
     def values(self) -> dict[str, Tensor]:
-        return {name: whole(p) for name, p in self.model.named_parameters()}
+        return wholes(dict(self.model.named_parameters()))
 
     def grads(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return wholes({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
 
 
 def follow(ctx: RankContext, runs: list[Run], body: Body, *args: Any) -> list[Seen]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, whole, wholes
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 WIDTH = 6
@@ -51,7 +51,7 @@ def train_listing(ctx: RankContext, config: ShardConfig) -> dict[str, Tensor]:
         model(batch(ctx.rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(parameter).detach() for name, parameter in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def trained_plain(num_ranks: int) -> dict[str, Tensor]:

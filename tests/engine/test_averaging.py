@@ -14,15 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_a
 from mics_strategy import LifecycleError, ShardConfig
 from tests import models
 from tests.engine.counting import CountC10d
-from tests.engine.training import (
-    Run,
-    assert_identical,
-    assert_same,
-    plain,
-    start,
-    train_without_reading,
-    whole,
-)
+from tests.engine.training import Run, assert_identical, assert_same, plain, start, train_without_reading, wholes
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -98,7 +90,7 @@ def averaged(ctx: RankContext, run: Run, average: Average) -> dict[str, Tensor]:
         training.step(step)
         with torch.no_grad():
             average([*averages.values()], [*training.model.parameters()], step)
-    return {name: whole(value) for name, value in averages.items()}
+    return wholes(averages)
 
 
 def _check_average(ranks: RankPool, run: Run, average: Average) -> None:

@@ -18,7 +18,7 @@ from mics_strategy.engine.schedule import RepeatedHops
 from tests import models
 from tests.engine import unusual
 from tests.engine.events import recorded
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 NUM_STEPS = 14
@@ -199,7 +199,7 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
             play(run, seed)
         finally:
             AccumulationBoundary.begin_backward, Reducer.end_step = begin, end
-        results.append(([whole(p.detach()).clone() for p in run.model.parameters()], sum(predicted), sum(repeated)))
+        results.append(([*wholes(dict(run.model.named_parameters())).values()], sum(predicted), sum(repeated)))
     return results
 
 
@@ -227,7 +227,7 @@ def reuse_units(run: LoopRun, order: list[int], declared: bool) -> list[Tensor]:
     for _ in range(4):
         run.backward((0, 1) if declared else None)
         run.step()
-    return [whole(parameter.detach()) for parameter in run.model.parameters()]
+    return [*wholes(dict(run.model.named_parameters())).values()]
 
 
 def reuse_units_sharded(ctx: RankContext, config: ShardConfig, order: list[int], declared: bool) -> list[Tensor]:
@@ -358,7 +358,7 @@ def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[flo
             for micro in range(3):
                 run.backward((micro, 3) if is_told else None)
             run.step()
-        outcomes.append([whole(parameter.detach()).tolist() for parameter in run.model.parameters()])
+        outcomes.append([each.tolist() for each in wholes(dict(run.model.named_parameters())).values()])
     return outcomes
 
 
@@ -375,7 +375,7 @@ def drop_some(run: LoopRun, is_declared: bool) -> list[Tensor]:
         for parameter in [*run.model.parameters()][::3]:
             parameter.grad = None
         run.step()
-    return [whole(parameter.detach()) for parameter in run.model.parameters()]
+    return [*wholes(dict(run.model.named_parameters())).values()]
 
 
 def drop_some_sharded(ctx: RankContext, config: ShardConfig) -> list[list[Tensor]]:

@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from mics_strategy import ShardConfig, shard
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
 PRESETS = ("zero3", "mics", "paro-nig", "ddp")
@@ -320,7 +321,7 @@ def _train(model: Model, loop: Loop, losses_of: Callable[[Model, int], list[Tens
             with torch.no_grad():
                 model(_batch(step, 0))  # gathers values that must not be used after the script has written others
             after_step(model)
-    return {name: whole(value).detach() for name, value in model.state_dict().items()}
+    return wholes(model.state_dict())
 
 
 def train_both(ctx: RankContext, preset: str, name: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mics_strategy import Codec, ConfigError, ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from tests.engine.test_codecs_in_training import config_of
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 INT4 = Codec(bits=4, block_size=32, feedback=True)
@@ -81,7 +81,7 @@ class Loop:
     def grads(self) -> dict[str, Tensor]:
         self.sharded.finish_gradients()
         named = self.model.named_parameters()
-        return {name.rpartition(".")[2]: whole(p.grad) for name, p in named if p.grad is not None}
+        return wholes({name.rpartition(".")[2]: p.grad for name, p in named if p.grad is not None})
 
     def step(self) -> None:
         for name, value in self.grads().items():
@@ -321,7 +321,7 @@ def after_two_optimizers(ctx: RankContext, each: ShardConfig) -> list[dict[str, 
         assert all(bool((kept[name] == 0).all()) for name in ("odd", "few"))
         model(inputs(1, 0, ctx.rank)).backward()
         sharded.finish_gradients()
-        found.append({name: whole(parameter.grad) for name, parameter in model.tensors.items()})
+        found.append(wholes({name: parameter.grad for name, parameter in model.tensors.items()}))
         one.step()
         other.step()
         before = residual_total(sharded)

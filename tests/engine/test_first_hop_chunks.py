@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.engine import layout as layout_module
 from mics_strategy.engine.schedule import first_hop_chunks
-from tests.engine.training import Run, forget_meshes, start, whole
+from tests.engine.training import Run, forget_meshes, start
 from tests.models import Batch, Case
 from tests.ranks import RankContext, simulate
 
@@ -81,7 +81,7 @@ def outcome(ctx: RankContext, config: ShardConfig, loop: Loop) -> tuple[list[Any
         losses.append(training.step(step))
         rows = training.sharded.traffic()
         traffic.append(([(r.count, r.sent_bytes) for r in rows], [(r.planned_count, r.planned_bytes) for r in rows]))
-    values = [whole(parameter.detach()).tolist() for parameter in training.model.parameters()]
+    values = [each.tolist() for each in training.parameters().values()]
     staging = training.sharded.memory.bytes_by_purpose["gradient staging buffers"]
     return [losses, values], staging, [*traffic, (len(training.sharded.plan.collectives), None)]
 

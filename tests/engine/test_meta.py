@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from mics_strategy import ConfigError, ShardConfig, Topology, shard
 from mics_strategy.engine.setup.materialize import describe_initializer
 from tests import models
-from tests.engine.training import whole
+from tests.engine.training import whole, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 NODES = Topology(ranks_per_node=2)
@@ -53,7 +53,7 @@ def materialised(ctx: RankContext, family: str) -> tuple[dict[str, Tensor], dict
     ids = torch.arange(8).view(1, 8) + ctx.rank
     model(input_ids=ids, labels=ids).loss.backward()
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    parameters = wholes(dict(model.named_parameters()))
     return parameters, dict(model.named_buffers()), dict(real.named_buffers()), tied
 
 
@@ -156,7 +156,7 @@ def shard_around_transformers(ctx: RankContext) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = AroundTransformers()
     shard(model, "mics")
-    return {**{name: whole(p) for name, p in model.named_parameters()}, **dict(model.named_buffers())}
+    return {**wholes(dict(model.named_parameters())), **dict(model.named_buffers())}
 
 
 def test_modules_unknown_to_transformers_initialize_themselves(ranks: RankPool) -> None:
@@ -299,7 +299,7 @@ def sharded_values_and_those_of_this_rank(ctx: RankContext, is_partly_meta: bool
         model[2] = nn.Linear(4, 2, device="meta")
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     shard(model, "zero3", units=[nn.Linear])
-    return {name: whole(p) for name, p in model.named_parameters()}, before
+    return wholes(dict(model.named_parameters())), before
 
 
 @pytest.mark.parametrize("is_partly_meta", [False, True])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.engine.exact_dtensor import ExactDTensor
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 CONFIGS = {
@@ -75,7 +75,7 @@ def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[s
         copied = copy.deepcopy([parameter])[0]
         assert same(copied, parameter.detach())
         assert copied.to_local().data_ptr() != parameter.to_local().data_ptr() or not parameter.to_local().numel()
-    return {name: whole(value) for name, value in state.items()}
+    return wholes(state)
 
 
 def load(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def load(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tenso
             parameter.zero_()
     shard(model, config, units=[nn.Linear])
     model.load_state_dict(torch.load(folder / str(ctx.rank), weights_only=True))
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    return wholes(model.state_dict())
 
 
 @pytest.mark.parametrize("preset", CONFIGS)
@@ -136,7 +136,7 @@ def load_full(ctx: RankContext, config: ShardConfig, way: str) -> tuple[dict[str
             module.load_state_dict({k.removeprefix(prefix): v for k, v in best.items() if k.startswith(prefix)})
     else:
         model.load_state_dict(best, assign=way == "assigned")
-    values = {name: whole(value) for name, value in model.state_dict().items()}
+    values = wholes(model.state_dict())
     model(torch.randn(4, 8)).sum().backward()
     return values, all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
 
@@ -165,7 +165,7 @@ def full_state_of_a_copying_model(ctx: RankContext) -> dict[str, Tensor]:
         for parameter in sharded.model.parameters():
             parameter.zero_()
     sharded.load_full_state_dict(sharded._groups.world_group.broadcast_object(state, 0))
-    return {name: whole(value) for name, value in sharded.model.named_parameters()}
+    return wholes(dict(sharded.model.named_parameters()))
 
 
 def test_a_model_that_copies_its_state_dict_is_saved_and_loaded(ranks: RankPool) -> None:

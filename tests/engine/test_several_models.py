@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests import models
-from tests.engine.training import assert_same, forget_meshes, whole
+from tests.engine.training import assert_same, forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -54,7 +54,7 @@ def _actor_and_critic(presets: tuple[str, str], make: Shard, ranks: list[int], o
         optimizers[-1].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return {f"{i}.{name}": whole(p) for i, model in enumerate((actor, critic)) for name, p in model.named_parameters()}
+    return wholes({f"{i}.{name}": p for i, model in enumerate((actor, critic)) for name, p in model.named_parameters()})
 
 
 def _sharded(model: nn.Module, preset: str) -> Sharded:
@@ -88,7 +88,7 @@ def train_declared(ctx: RankContext, presets: tuple[str, str]) -> Weights:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {f"{i}.{name}": whole(p) for i, model in enumerate(pair) for name, p in model.named_parameters()}
+    return wholes({f"{i}.{name}": p for i, model in enumerate(pair) for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("preset", ["mics", "zero3", "zero1", "paro-iig"])

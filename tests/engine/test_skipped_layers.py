@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import LifecycleError
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.engine.unusual import Block, Stack, batch
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -124,7 +124,7 @@ def train(ctx: RankContext, body: Any, config: ShardConfig, checkpointed: dict[i
         body(Rank(model, ctx.rank), step)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(each) for name, each in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def check(results: list[Parameters], parameters: Parameters) -> None:
@@ -196,7 +196,7 @@ def train_with_failures(
         rank.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(each) for name, each in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def step_with_a_failure(rank: Rank, failing: frozenset[int], place: str) -> None:
@@ -212,7 +212,7 @@ def gradients(ctx: RankContext, config: ShardConfig, failing: frozenset[int], pl
     model = built({})
     shard(model, config, units=[Block])
     step_with_a_failure(Rank(model, ctx.rank, skipped), failing, place)
-    return {name: whole(each.grad) for name, each in model.named_parameters()}
+    return wholes({name: each.grad for name, each in model.named_parameters()})
 
 
 @pytest.mark.wide(every=3)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
 from tests.engine import unusual
 from tests.engine.test_boundary import PREDICTED, PRESETS
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 WORLD_SIZE = 4
@@ -70,7 +70,7 @@ def train(
                 (loss if sharded is not None else loss / WORLD_SIZE).backward()
         optimizer.step()
         optimizer.zero_grad()
-        parameters.append([whole(parameter.detach()).clone() for parameter in model.parameters()])
+        parameters.append([*wholes(dict(model.named_parameters())).values()])
         if sharded is not None:
             rows = sharded.traffic()
             is_as_planned.append(

@@ -15,7 +15,7 @@ from mics_strategy.engine import units as units_module
 from mics_strategy.engine.units import UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from tests import models
-from tests.engine.training import Run, forget_meshes, start, whole
+from tests.engine.training import Run, forget_meshes, start
 from tests.models import Block, Residual, Transformer
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -250,7 +250,7 @@ def bits(ctx: RankContext, preset: str, name: str, rule: str) -> list[Any]:
     units = training.sharded.units
     assert {"embedding", "head"} <= {unit.name for unit in units} or rule != "auto"
     assert (max(len(unit.buckets) for unit in units) > 2) == (name == "own units in buckets")
-    return [losses, *(whole(parameter.detach()).tolist() for parameter in training.model.parameters())]
+    return [losses, *(each.tolist() for each in training.parameters().values())]
 
 
 def bits_by_cut(ctx: RankContext, preset: str) -> dict[str, list[Any]]:

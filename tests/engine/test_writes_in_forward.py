@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, shard
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, whole, wholes
 from tests.engine.unusual import WIDTH, Block, ClampedBlock, Stack
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -61,7 +61,7 @@ def trained(ctx: RankContext, limit: float, config: ShardConfig) -> dict[str, Te
         model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(each) for name, each in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("preset", ["mics", "paro-nig", "zeropp-hpz"])

@@ -5,20 +5,21 @@
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from mics_strategy import ShardConfig, Sharded, shard
-from mics_strategy.comm.placement import full_tensor
+from mics_strategy.comm.placement import full_tensor, is_partial
 from tests import models
 from tests.models import Batch, Case
 from tests.rank_report import RankContext
@@ -116,15 +117,51 @@ class Training:
         return loss
 
     def grads(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        return wholes({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: whole(p) for name, p in self.model.named_parameters()}
+        return wholes(dict(self.model.named_parameters()))
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, whether sharded or not. Collective."""
     return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies as `whole` makes them; all shards of a group in one gather, where it spends a quarter of a test's time.
+
+    Collective.
+    """
+    of_groups: dict[dist.ProcessGroup, dict[str, tuple[DTensor, int]]] = {}
+    for name, tensor in tensors.items():
+        dims = [(dim, place.dim) for dim, place in enumerate(getattr(tensor, "placements", ())) if place.is_shard()]
+        if len(dims) == 1 and tensor.numel() and not is_partial(tensor):
+            ((mesh_dim, dim),) = dims
+            of_groups.setdefault(tensor.device_mesh.get_group(mesh_dim), {})[name] = tensor, dim
+    found: dict[str, Tensor] = {}
+    for group, of_group in of_groups.items():
+        found |= _gathered(of_group, group)
+    return {name: found[name] if name in found else whole(tensor) for name, tensor in tensors.items()}
+
+
+def _gathered(tensors: dict[str, tuple[DTensor, int]], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Whole tensors of one group, each sharded along its dimension; the last shards are padded to the others' size."""
+    padded = []
+    for tensor, dim in tensors.values():
+        local = tensor.detach().to_local().movedim(dim, 0)
+        rows = -(-tensor.shape[dim] // group.size())
+        padded.append(local.new_zeros(rows, *local.shape[1:]))
+        padded[-1][: len(local)] = local
+    own = torch.cat([piece.view(-1).view(torch.uint8) for piece in padded])
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group)
+    split = zip(*(each.split([piece.nbytes for piece in padded]) for each in of_ranks), strict=True)
+    found = {}
+    for (name, (tensor, dim)), piece, parts in zip(tensors.items(), padded, split, strict=True):
+        rows = torch.cat([part.clone().view(piece.dtype).view(piece.shape) for part in parts])
+        found[name] = rows[: tensor.shape[dim]].movedim(0, dim).contiguous()
+    return found
 
 
 def forget_meshes() -> None:

@@ -15,7 +15,7 @@ from torch.autograd import backward  # before any model is sharded, as scripts d
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, shard
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.rank_report import RankContext
 
 WIDTH = 6
@@ -355,7 +355,7 @@ def trained(loop: Loop, rank: int, config: ShardConfig) -> Trained:
             loop.body(model, batch(step, rank), step)
             optimizer.step()
             optimizer.zero_grad()
-        return Trained({key: whole(each) for key, each in model.named_parameters()})
+        return Trained(wholes(dict(model.named_parameters())))
     except (RuntimeError, ConfigError) as error:  # on all ranks alike: the next loop has a model of its own
         return Trained(error=f"{type(error).__name__}: {error}")
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, shard
-from tests.engine.training import assert_identical, forget_meshes, whole
+from tests.engine.training import assert_identical, forget_meshes, whole, wholes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import PLACEMENTS, Scenario, Vectors
@@ -146,7 +146,7 @@ def from_rank_zero(ctx: RankContext, placement: str) -> None:
     expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5))
     shard(model, PLACEMENTS[placement], units=[MLP])
     assert_identical(
-        {name: whole(p) for name, p in model.named_parameters()},
+        wholes(dict(model.named_parameters())),
         {name: p.detach() for name, p in expected.named_parameters()},
     )
     assert bool((model[1].running_mean == 0).all())
@@ -162,7 +162,7 @@ def full_state_into_meta(ctx: RankContext) -> None:
         model = MLP(5)
     handle = shard(model, "zero3", initializer=constant)
     handle.load_full_state_dict(states[0])
-    assert_identical({name: whole(p) for name, p in model.named_parameters()}, states[0])
+    assert_identical(wholes(dict(model.named_parameters())), states[0])
 
 
 class Quantized(nn.Module):

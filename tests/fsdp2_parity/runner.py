@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from mics_strategy import ShardConfig, Sharded, shard
-from tests.engine.training import OPTIMIZERS, forget_meshes, whole
+from tests.engine.training import OPTIMIZERS, forget_meshes, wholes
 from tests.rank_report import RankContext
 
 STEPS = 3
@@ -292,9 +292,9 @@ def _follow(copies: Sequence[_Copy], scenario: Scenario) -> list[list[Seen]]:
     bodies = [scenario.body(copy.player) for copy in copies]
     for number, points in enumerate(_in_lockstep(bodies)):
         _average(copies)
-        grads = {name: whole(p.grad) for name, p in copies[0].masters.items() if p.grad is not None}
+        grads = wholes({name: p.grad for name, p in copies[0].masters.items() if p.grad is not None})
         norms = [_step(copy, scenario, number) if points[0] == STEP else 0.0 for copy in copies]
-        values = {name: whole(p) for name, p in copies[0].masters.items()}
+        values = wholes(copies[0].masters)
         for copy, norm, of_copy in zip(copies, norms, seen, strict=True):
             scale = 1.0 if copy.player.scaler is None else copy.player.scaler.get_scale()
             of_copy.append(Seen(tuple(copy.player.losses), norm, scale, grads, values))

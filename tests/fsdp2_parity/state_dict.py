@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import Sharded, shard
-from tests.engine.training import assert_identical, forget_meshes, whole
+from tests.engine.training import assert_identical, forget_meshes, whole, wholes
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import PLACEMENTS
 from tests.rank_report import RankContext
@@ -60,8 +60,8 @@ def cached(ctx: RankContext) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert_identical(
-            {name: whole(value) for name, value in state.items()},
-            {name: whole(p) for name, p in model.named_parameters()},
+            wholes(state),
+            wholes(dict(model.named_parameters())),
         )
     assert not torch.equal(whole(state["2.out_proj.bias"]), dict(nested(3).state_dict())["2.out_proj.bias"])
 
@@ -88,7 +88,7 @@ def loaded_whole(ctx: RankContext) -> None:
     model, handle = built(5)
     plain = {name: torch.randn(value.shape) for name, value in nested(5).state_dict().items()}
     handle.load_full_state_dict(plain)
-    assert_identical({name: whole(p) for name, p in model.named_parameters()}, plain)
+    assert_identical(wholes(dict(model.named_parameters())), plain)
 
 
 def assigned(ctx: RankContext) -> None:

@@ -20,7 +20,7 @@ from mics_strategy import ShardConfig, shard
 from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.errors import CheckpointError, ConfigError
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 SCALES = (1, 1, 5, 1, 200, 1, 1e-3, 1e-3, 50, 1, 1, 20, 1, 1)
@@ -83,7 +83,7 @@ def train(name: str, model: nn.Module, ranks: list[int], num_steps: int) -> list
         else:
             closure(step)
             optimizer.step()
-    return [whole(p) for p in model.parameters()]
+    return [*wholes(dict(model.named_parameters())).values()]
 
 
 def locality_of(name: str) -> UpdateLocality | None:

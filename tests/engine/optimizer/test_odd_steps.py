@@ -12,7 +12,7 @@ from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.engine.loops import Body, Loop, Seen, assert_same_loop
 from tests.engine.optimizer.not_elementwise import Simple
-from tests.engine.training import Run, assert_same, presets, start, whole
+from tests.engine.training import Run, assert_same, presets, start, wholes
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -121,7 +121,7 @@ def saved_after_raising(loop: Loop) -> Seen:
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     state = optimizer.state_dict()["state"]
-    return [{f"{index} {key}": whole(value) for index in state for key, value in state[index].items()}]
+    return [wholes({f"{index} {key}": value for index in state for key, value in state[index].items()})]
 
 
 BODIES: dict[str, Body] = {

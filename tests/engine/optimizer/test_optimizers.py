@@ -20,7 +20,7 @@ from tests.engine.training import (
     plain,
     start,
     train_without_reading,
-    whole,
+    wholes,
 )
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.reference import train_reference
@@ -101,7 +101,7 @@ def adopt_and_train(ctx: RankContext, run: Run, make: Callable[[list[nn.Paramete
         case.loss(model, case.batch(step, 0, ctx.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def _plain_with(run: Run, world_size: int, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def train_two_models(ctx: RankContext, config: ShardConfig, is_joint: bool) -> d
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: whole(p) for name, p in pair.named_parameters()}
+    return wholes(dict(pair.named_parameters()))
 
 
 def _two_plain_models(world_size: int) -> dict[str, Tensor]:

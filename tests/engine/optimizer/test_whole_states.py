@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, shard
 from tests import models
 from tests.engine.optimizer.test_owner_exchange import Make, adafactor, begin, layout, plain_with
-from tests.engine.training import Run, assert_same, forget_meshes, whole
+from tests.engine.training import Run, assert_same, forget_meshes, wholes
 from tests.ranks import RankContext, RankPool
 
 
@@ -99,7 +99,7 @@ def adopt_after_steps(ctx: RankContext, config: ShardConfig, make: Make) -> dict
         case.loss(model, case.batch(step, 0, ctx.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def test_adopted_states_go_to_the_owners(ranks: RankPool) -> None:
@@ -121,7 +121,7 @@ def go_on_with_another(ctx: RankContext, config: ShardConfig, make: Make) -> dic
         if step < 2:
             state, optimizer = optimizer.state_dict(), make(list(model.parameters()))
             optimizer.load_state_dict(state)
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return wholes(dict(model.named_parameters()))
 
 
 def test_a_second_optimizer_has_the_owners_of_the_first(ranks: RankPool) -> None:
