@@ -292,9 +292,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0])
-    elif func is not _aten.detach.default and (
-        torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs)
-    ):
+    elif torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs):
         result = _run_on_whole(func, args, kwargs, exact[0])
     else:
         result = _run_on_shards(func, args, kwargs, exact[0])
