@@ -426,9 +426,8 @@ class GradBucket:
         if not positions:
             return
         rows = buffer.view(-1, self.bucket.layout.shard_numel)
-        for position in positions:
-            param_slice = self.bucket.layout.param_slices[position]
-            rows[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel].zero_()
+        slices = [self.bucket.layout.param_slices[position] for position in positions]
+        torch._foreach_zero_([rows[:, part.offset : part.offset + part.chunk_numel] for part in slices])
 
     def _zero_padding(self, buffer: torch.Tensor, degree: int) -> None:
         """Zero the padding: it holds other units' gradients, or NaN.

@@ -214,3 +214,16 @@ def test_fsdp2_is_found_without_fault() -> None:
 def test_fsdp2_is_found_faulty_without_its_events() -> None:
     with mock.patch.object(Stream, "wait_event", return_value=None):
         assert fsdp2().races != []
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "zero1"])
+def test_parameters_without_gradients_are_zeroed_in_one_launch_for_each_buffer(preset: str) -> None:
+    with one_of_many(8) as machine:
+        training = start(machine, config_of(preset))
+        training.step()
+        machine.log.clear()
+        training.options = {"unused": (1, 2)}
+        training.step()
+    names = [name for _, _, name in machine.log if "zero_" in name]
+    assert 0 < names.count("_foreach_zero_") <= 4  # two units, each with a flat buffer and an accumulator
+    assert names.count("zero_") <= 2
