@@ -6,14 +6,14 @@ all-gathers, all but the first in place; a reduce-scatter is n, and an all-reduc
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm
+from mics_strategy.comm.native import NativeAlgorithm, QuantizedTableAlgorithm, make_table_algorithm
 from mics_strategy.comm.residuals import residuals_by_stage
 from mics_strategy.comm.route import Algorithm
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
@@ -136,13 +136,16 @@ class NativeStages:
         2. Reduce-scatter the slice over the next slower links.
         """
         wire, residuals = full.dtype, residuals_by_stage(self._route, self.index, residual)
-        table = yield from self._partial_sums(full, wire, out.dtype, residuals)
+        table = full
+        for algorithm, total, source, inner_residual in self._faster_stages(full, wire, out.dtype, residuals):
+            yield from algorithm.reduce_scatter(total, source, wire, False, inner_residual)
+            table = total
         yield from self._algorithms[0].reduce_scatter(out, table, wire, accumulate, residuals[0])
 
-    def _partial_sums(
+    def _faster_stages(
         self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
-    ) -> Generator[None, None, torch.Tensor]:
-        """Reduce-scatter a table over all but the slowest links, fastest first.
+    ) -> Iterator[tuple[NativeAlgorithm | QuantizedTableAlgorithm, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """The reduce-scatters over all but the slowest links, fastest first.
 
         Args:
             table: [size * n], unchanged.
@@ -151,14 +154,13 @@ class NativeStages:
             residuals: Residual of each stage.
 
         Returns:
-            This rank's slice of the sums: scratch memory, or `table` where there is one stage.
+            Of each stage its algorithm, scratch memory for this rank's sums, the table and the residual.
         """
         for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
             numel = table.numel() // algorithm.transport.size
             total = self._workspace.allocate(numel, algorithm.sum_dtype(wire, dtype))
-            yield from algorithm.reduce_scatter(total, table, wire, False, residual)
+            yield algorithm, total, table, residual
             table = total
-        return table
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -195,7 +197,10 @@ class NativeStages:
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.hops[0].size
         residuals = residuals_by_stage(self._route, self.index, residual)
-        table = yield from self._partial_sums(full, wire, tensor.dtype, residuals)
+        table = full
+        for algorithm, total, source, inner_residual in self._faster_stages(full, wire, tensor.dtype, residuals):
+            yield from algorithm.reduce_scatter(total, source, wire, False, inner_residual)
+            table = total
         num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
         is_last = len(self._transports) == max(num_encoded, 1)
         if not is_last and wire != dtype:
