@@ -58,8 +58,13 @@ def test_ranks_that_share_a_gpu_train_as_a_plain_process(preset: str, options: d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=on_gpu), "cpu"])
-@pytest.mark.parametrize("case", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *(pytest.param(case, "cuda", marks=on_gpu) for case in FRAMEWORKS),
+        *((case, "cpu") for case in ("checkpoint", "transformers")),  # the others' way to a CPU is in their own tests
+    ],
+)
 def test_frameworks_train_as_on_a_plain_device(case: str, kind: str) -> None:
     printed("frameworks", case, kind)
 
