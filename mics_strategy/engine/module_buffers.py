@@ -273,9 +273,7 @@ class ModuleBuffers:
         if not large:
             return []
         changed = torch.stack([_differs(buffers.get(name), self._last_sent.get(name), self._device) for name in large])
-        flags = control.all_reduce_scalar(
-            changed.view(torch.uint8), is_max=True
-        ).tolist()  # the one wait for the device
+        flags = control.all_reduce_scalar(changed.view(torch.uint8), is_max=True).tolist()  # the host waits here
         return [name for name, flag in zip(large, flags, strict=True) if not flag]
 
 

@@ -131,6 +131,22 @@ class KeepsItsWeight(nn.Linear):
         return super().forward(x)
 
 
+@torch.no_grad()
+def _detached(ctx: RankContext) -> None:
+    model = nn.Linear(1, 4, bias=False)
+    shard(model, "zero3")
+    doubled = model.weight * 2
+    expected = doubled.full_tensor().clone()
+    assert torch.equal(doubled.detach().squeeze_(1).full_tensor(), expected.squeeze(1))
+    assert torch.equal(doubled.full_tensor(), expected)
+    doubled.detach().mul_(2)
+    assert torch.equal(doubled.full_tensor(), 2 * expected)
+
+
+def test_a_detached_result_has_the_values_of_the_other_and_a_shape_of_its_own(ranks: RankPool) -> None:
+    ranks(2, _detached)
+
+
 def _aliased(ctx: RankContext) -> None:
     model = nn.Sequential(*(KeepsItsWeight() for _ in range(4)))
     shard(model, ShardConfig.preset("zero3"), units=[KeepsItsWeight])

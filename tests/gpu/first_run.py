@@ -37,7 +37,7 @@ class Part:
     """A command with a log of its own.
 
     Attributes:
-        name: Of the part, and of its log.
+        name: Name of the part and of its log.
         limit_s: Seconds after which it is interrupted.
         command: Program and arguments; `{python}` and `{logs}` are filled in.
     """
