@@ -5,6 +5,8 @@ Nothing here says how fast anything is.
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +66,17 @@ def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: P
     assert found == both | sums | {("bits", codec, None) for codec in codecs} | {("copy", None, None)}
     assert all(row["ms"] > 0 and row["of copy"] > 0 for row in rows if "ms" in row)
     columns_explained(rows)
+
+
+@pytest.mark.slow
+def test_compiled_engines_are_measured_beside_the_others(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--smoke", "--parts", "engine", "--compile", "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, check=True)
+    rows = {row["engine"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["engine"]}
+    assert list(rows) == [*BUILDERS, *COMPILED_BUILDERS]
+    compiled = rows["mics-compiled"]
+    assert compiled["of fsdp2"] == pytest.approx(compiled["tokens/s"] / rows["fsdp2-compiled"]["tokens/s"])
+    assert compiled["of plain"] == pytest.approx(compiled["tokens/s"] / rows["plain-compiled"]["tokens/s"])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ TRAINED = [
 ON_TWO_NODES = [
     pytest.param(dataclasses.replace(scenario, ranks=4), ("part", "hybrid")[number % 2], id=f"{area}: {name}")
     for number, ((area, name), scenario) in enumerate(SCENARIOS.items())
-    if scenario.ranks == 2 and number % 4 < 2
+    if scenario.ranks == 2
 ]
 BY_FSDP2 = [pytest.param(scenario, id=f"{area}: {name}") for (area, name), scenario in SCENARIOS.items()]
 FACTS = [
