@@ -77,7 +77,7 @@ class ShardConfig:
             ``"auto"``: a quarter of the memory.
         hierarchical: Whether collectives over several kinds of links have a stage for each of them: inside the nodes,
             between the nodes of a switch, between switches. Stages send the fewest bytes over slow links, but their
-            messages wait for one another. True: always. False: never; one ring of all ranks. A number: tensors of at
+            messages wait for one another. True: always. False: never; one stage over all ranks. A number: tensors of at
             least so many bytes; smaller ones are sent directly, from every rank to every other. ``"auto"`` measures
             that number when a job starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints
             the result, and caches it for later jobs. Without a job, and for all quantized collectives, it means stages.

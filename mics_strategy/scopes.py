@@ -15,7 +15,6 @@ from mics_strategy.comm.route import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
-    Algorithm,
     HierarchicalThreshold,
     Hop,
     Route,
@@ -90,7 +89,6 @@ class Scopes:
         is_hierarchical: Whether collectives may have several stages.
         two_stages: Size thresholds of hierarchical collectives.
         codecs: Codecs by payload.
-        is_chunked: Whether tensors go through the stages of a collective in chunks; see `Route`.
     """
 
     world_size: int
@@ -103,7 +101,6 @@ class Scopes:
     is_hierarchical: bool = True
     two_stages: HierarchicalThreshold = dataclasses.field(default_factory=HierarchicalThreshold)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
-    is_chunked: bool = True
 
     def depth(self, degree: int) -> int:
         """Number of leading axes whose sizes multiply to `degree`."""
@@ -177,16 +174,14 @@ class Scopes:
             return None
         parts = span.split_by_link()
         if len(parts) == 1 or not self.is_hierarchical:
-            algorithm = Algorithm.RING if len(parts) > 1 else Algorithm.DEFAULT
-            only = Hop(axis=span.name, size=span.size, codec=self._codec_on(span, codec), algorithm=algorithm)
-            return SizedRoutes(hierarchical=Route(hops=(only,), is_chunked=self.is_chunked))
+            only = Hop(axis=span.name, size=span.size, codec=self._codec_on(span, codec))
+            return SizedRoutes(hierarchical=Route(hops=(only,)))
         hops = [Hop(axis=part.name, size=part.size, codec=self._codec_on(part, codec)) for part in reversed(parts)]
-        hierarchical = Route(hops=tuple(hops), is_chunked=self.is_chunked)
+        hierarchical = Route(hops=tuple(hops))
         from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
             return SizedRoutes(hierarchical=hierarchical)
-        only = Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL)
-        flat = Route(hops=(only,), is_chunked=self.is_chunked)
+        flat = Route(hops=(Hop(axis=span.name, size=span.size),))
         return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
 
     def _codec_on(self, span: Span, codec: Codec | None) -> Codec | None:

@@ -372,8 +372,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="codecs",
         claim="a rank's own piece of a quantized sum stays exact",
-        old="out.add_(pieces[rank])",
-        new="out.add_(pieces[rank].bfloat16())",
+        old="exact=rows[index], exact_index",
+        new="exact=rows[index].bfloat16(), exact_index",
         tests=(
             "tests/comm/test_communicator.py",
             "tests/engine/test_codecs_in_training.py",
@@ -401,9 +401,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="algorithms",
-        claim="a sum around the ring has the rank's own part",
-        old="out.add_(pieces[self.transport.index])",
-        new="pass",
+        claim="a sum has the rank's own row",
+        old="rows[own] = sent.view(self.transport.size, -1)[own]",
+        new="rows[own].zero_()",
         tests=(
             "tests/comm/test_communicator.py",
             "tests/comm/test_route.py",
@@ -412,8 +412,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="algorithms",
         claim="a sum is added where that is asked for",
-        old="pending.wait_recv(index)\n                if accumulate or index:",
-        new="pending.wait_recv(index)\n                if index:",
+        old="if accumulate or index:\n                out.add_(row)",
+        new="if index:\n                out.add_(row)",
         tests=(
             "tests/comm/test_communicator.py",
             "tests/comm/test_route.py",

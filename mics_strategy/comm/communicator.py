@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm import route as routes
-from mics_strategy.comm import traffic
-from mics_strategy.comm.native_stages import NativeStages
+from mics_strategy.comm import scratch, traffic
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
-from mics_strategy.comm.pipeline import StagePipeline
+from mics_strategy.comm.stages import Stages
 from mics_strategy.comm.transport import BackendTransport, GlooTransport
 from mics_strategy.comm.work import Steps, Work, check_shapes
 from mics_strategy.comm.workspace import aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
-    from mics_strategy.comm.stages import Stages
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
@@ -59,7 +57,8 @@ class Communicator:
         self.route = route = binding.route
         self.transports = transports = binding.transports
         self._queue = queue
-        self._stages = _make_stages(route, transports, workspace, device)
+        self._workspace = workspace
+        self._stages = Stages(route, transports, workspace, device)
         self.size = route.size
         self.index = self._stages.index
         self.peer_memory: PeerMemoryCommunicator | None = None
@@ -89,10 +88,7 @@ class Communicator:
         check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
         op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
         self._queue.log(traffic.all_gather_traffic(self.route, out.numel(), out.dtype))
-        if (quantizer := self._stages.quantizer) is not None:
-            task = partial(self._stages.all_gather_quantized, quantizer, out, shard, op.tag)
-        else:
-            task = partial(self._stages.all_gather, out, shard, op.tag)
+        task = partial(self._stages.all_gather, out, shard, op.tag)
         return self._queue.submit(op, task, (out, shard))
 
     def for_bytes(self, full_bytes: int) -> Communicator:
@@ -101,7 +97,7 @@ class Communicator:
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
-        self._stages.reserve_all_gather(numel, dtype)
+        self._workspace.reserve(scratch.all_gather_scratch_bytes(self.route, numel))
 
     def reduce_scatter(
         self,
@@ -137,7 +133,10 @@ class Communicator:
 
         The sums have `dtype`.
         """
-        self._stages.reserve_reduce_scatter(full_numel, wire, dtype)
+        num_bytes = scratch.reduce_scatter_scratch_bytes(
+            self.route, full_numel, wire, dtype, sums_natively=self.transports[0].sums_natively
+        )
+        self._workspace.reserve(num_bytes)
 
     def all_reduce(
         self, tensor: torch.Tensor, wire: torch.dtype, label: str, residual: torch.Tensor | None = None
@@ -166,26 +165,10 @@ class Communicator:
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
-        if numel and not routes.is_plain_all_reduce(self.route, wire, dtype):
-            self._stages.reserve_all_reduce(numel, wire, dtype)
-
-
-def _make_stages(
-    route: routes.Route, transports: list[Transport], workspace: Workspace, device: torch.device
-) -> Stages:
-    """The stages of a route over one kind of transport.
-
-    Args:
-        route: Stages, with their codecs.
-        transports: Transports of the stages, slowest links first.
-        workspace: Scratch memory.
-        device: Device of the tensors.
-    """
-    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
-    if on_gloo:
-        return StagePipeline(route, on_gloo, workspace, device)
-    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
-    return NativeStages(route, on_backend, workspace, device)
+        num_bytes = scratch.all_reduce_scratch_bytes(
+            self.route, numel, wire, dtype, sums_natively=self.transports[0].sums_natively
+        )
+        self._workspace.reserve(num_bytes)
 
 
 class RowViews:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ class ProcessGroups:
     """
 
     def __init__(self, scopes: Scopes, resources: CommResources, seed: int) -> None:
-        self.scopes = scopes = dataclasses.replace(scopes, is_chunked=resources.is_point_to_point)
+        self.scopes = scopes
         self.resources = resources
         self.rank = resources.rank
         self.device = resources.device

@@ -1,4 +1,4 @@
-"""Routes of collectives: stages, codecs, algorithms and chunks.
+"""Routes of collectives: stages and codecs.
 
 A collective over ranks of several nodes may go in stages, one for each kind of link that it crosses: inside the nodes,
 between the nodes of a switch, between switches. An all-gather starts with the slowest links, a reduce-scatter with the
@@ -17,7 +17,6 @@ Pure.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import operator
@@ -35,22 +34,6 @@ REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
 TunableCollective = tuple[str, "Span"]  # a collective over several kinds of links
-_MIN_CHUNK_BYTES = 64 * 1024
-_MIN_MESSAGE_BYTES = 128 * 1024  # of encoded values; the calls of a smaller message cost more than its codes
-_MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
-
-
-class Algorithm(enum.Enum):
-    """The order in which the unquantized messages of one stage are sent.
-
-    ALL_TO_ALL sends one rank's data to the p - 1 others in messages that do not wait for one another. RING sends it in
-    p - 1 messages, one after another, but each node sends it to other nodes only once. Where the backend has its own
-    collectives, as NCCL has, both are those of the backend.
-    """
-
-    DEFAULT = "each piece directly to its rank; an all-reduce by the backend"
-    RING = "from rank to rank in the order of the nodes; an all-reduce by the backend"
-    ALL_TO_ALL = "each piece directly to its rank; an all-reduce as a reduce-scatter and an all-gather"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +59,11 @@ class HierarchicalThreshold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One stage: the ranks that it connects, its codec and its algorithm."""
+    """One stage: the ranks that it connects, and its codec."""
 
     axis: str
     size: int
     codec: Codec | None = None
-    algorithm: Algorithm = Algorithm.DEFAULT
 
     @property
     def is_inside_node(self) -> bool:
@@ -97,15 +79,12 @@ class Route:
 
     Attributes:
         hops: Stages, slowest links first; at least one. Where some have a codec, the first ones have it.
-        is_chunked: Whether tensors go through the stages in chunks. Backends that pipeline by themselves take them
-            whole.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
     """
 
     hops: tuple[Hop, ...]
-    is_chunked: bool = True
 
     @property
     def size(self) -> int:
@@ -180,94 +159,18 @@ class SizedRoutes:
         return self.flat if self.flat is not None and full_bytes < self.hierarchical_from_bytes else self.hierarchical
 
 
-def pipeline_chunks(
-    numel: int, itemsize: int, multiple: int = 1, min_chunk_bytes: int = _MIN_CHUNK_BYTES
-) -> list[tuple[int, int]]:
-    """Split a slice into chunks that are pipelined through the stages.
-
-    So all links are busy.
-
-    Args:
-        numel: Elements of the slice.
-        itemsize: Bytes of one element, counted unquantized.
-        multiple: Divisor of the size of every chunk but the last.
-        min_chunk_bytes: Bytes of a chunk at least, counted unquantized, unless it is the only one.
-
-    Returns:
-        Start and end of each chunk.
-    """
-    count = max(1, min(_MAX_CHUNKS, numel * itemsize // min_chunk_bytes))
-    step = max(1, math.ceil(numel / count / multiple)) * multiple
-    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
-
-
-def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1, num_shares: int = 1) -> list[tuple[int, int]]:
-    """The chunks in which a slice of `numel` elements goes through a route.
-
-    Where the only stage is quantized, a chunk is large enough for messages of `_MIN_MESSAGE_BYTES`.
-
-    Args:
-        route: Route of the collective.
-        numel: Elements of the slice.
-        itemsize: Bytes of one element, counted unquantized.
-        multiple: Divisor of the size of every chunk but the last.
-        num_shares: Messages of a chunk, each for one rank.
-    """
-    codec = route.hops[0].codec
-    if not route.is_chunked or (len(route.hops) == 1 and codec is None):
-        return [(0, numel)]
-    if codec is None:
-        return pipeline_chunks(numel, itemsize, multiple)
-    block = min(codec.block_size, 1 << 16)
-    min_chunk_bytes = _MIN_CHUNK_BYTES
-    if len(route.hops) == 1:
-        values_per_byte = _MIN_MESSAGE_BYTES / codec.encoded_bytes(_MIN_MESSAGE_BYTES)
-        min_chunk_bytes = math.ceil(num_shares * _MIN_MESSAGE_BYTES * values_per_byte) * itemsize
-    return pipeline_chunks(numel, itemsize, math.lcm(multiple, block), min_chunk_bytes)
-
-
-def num_all_gather_chunks(route: Route, full_numel: int, dtype: torch.dtype) -> int:
-    """Chunks that an all-gather of `full_numel` elements pipelines."""
-    shard, codec = full_numel // route.size, route.all_gather_codec
-    if codec is not None:
-        return len(chunks_of(route, codec.encoded_bytes(shard), 1))
-    return len(chunks_of(route, shard, dtype.itemsize))
-
-
-def piece_numels(chunks: list[tuple[int, int]], rows: int) -> list[int]:
-    """Elements of each piece that a stage sums for each of its ranks.
-
-    Args:
-        chunks: Chunks of one row.
-        rows: Rows of each rank. If they are one chunk, they are one piece, because they are adjacent.
-    """
-    if len(chunks) == 1:
-        return [rows * (end - start) for start, end in chunks]
-    return [end - start for start, end in chunks] * rows
-
-
-def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
-    """Chunks that a reduce-scatter of `full_numel` elements pipelines."""
-    return len(chunks_of(route, full_numel // route.size, wire.itemsize))
-
-
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether an all-reduce uses that of the backend.
 
-    Such a route has one stage, is neither quantized nor rounded, and is not ALL_TO_ALL.
+    Such a route has one stage, and is neither quantized nor rounded.
     """
-    return (
-        len(route.hops) == 1
-        and not route.is_quantized
-        and wire == dtype
-        and route.hops[0].algorithm is not Algorithm.ALL_TO_ALL
-    )
+    return len(route.hops) == 1 and not route.is_quantized and wire == dtype
 
 
 def all_reduce_multiple(route: Route) -> int:
-    """The divisor of a chunk of an all-reduce.
+    """The divisor of a slice of an all-reduce.
 
-    Ranks have equal shares of a chunk, in whole blocks of the codec.
+    Ranks have equal shares of a slice, in whole blocks of the codec.
     """
     codec = route.hops[0].codec
     return route.hops[0].size * (codec.bound_numel if codec is not None else 1)
@@ -280,13 +183,3 @@ def all_reduce_slice(route: Route, numel: int) -> int:
     """
     multiple = all_reduce_multiple(route)
     return -(-numel // (route.num_slices * multiple)) * multiple
-
-
-def all_reduce_chunks(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
-    """The chunks of such a slice; every rank's share of each begins with a block."""
-    return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route), route.hops[0].size)
-
-
-def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:
-    """Chunks that an all-reduce of `numel` elements pipelines."""
-    return len(all_reduce_chunks(route, all_reduce_slice(route, numel), wire.itemsize))

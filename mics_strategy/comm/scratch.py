@@ -1,6 +1,4 @@
-"""Memory that collectives need on a backend with streams.
-
-The numbers of scratch memory are those that `native` reserves on NCCL, where sums are the backend's own.
+"""Memory that collectives need: scratch memory of their stages, and communicators of NCCL.
 
 Pure.
 """
@@ -29,7 +27,9 @@ def all_gather_scratch_bytes(route: Route, numel: int) -> int:
     return _payload_bytes(route, route.num_quantized, numel) + aligned_bytes(*difference)
 
 
-def reduce_scatter_scratch_bytes(route: Route, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
+def reduce_scatter_scratch_bytes(
+    route: Route, full_numel: int, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool
+) -> int:
     """Bytes for a reduce-scatter of `full_numel` elements.
 
     Args:
@@ -37,21 +37,27 @@ def reduce_scatter_scratch_bytes(route: Route, full_numel: int, wire: torch.dtyp
         full_numel: Elements of the full tensor.
         wire: Dtype of unquantized payloads.
         dtype: Dtype of the sums.
+        sums_natively: Whether the backend adds; see `Transport`.
     """
-    numel = full_numel // route.size
-    return _sum_bytes(route.hops[0], numel, wire) + _partial_sums_bytes(route, numel, wire, dtype)
+    return _StageBytes(route, wire, dtype, sums_natively).reduce_scatter(full_numel // route.size, wire)
 
 
-def all_reduce_scratch_bytes(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
+def all_reduce_scratch_bytes(
+    route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool
+) -> int:
     """Bytes for an all-reduce of `numel` elements; see `reduce_scatter_scratch_bytes`."""
     if not numel or is_plain_all_reduce(route, wire, dtype):
         return 0
+    stages = _StageBytes(route, wire, dtype, sums_natively)
     full_numel = route.num_slices * all_reduce_slice(route, numel)
-    row_numel, sum_dtype = full_numel // route.size, wire if route.hops[-1].codec is None else dtype
-    num_bytes = _partial_sums_bytes(route, row_numel, wire, dtype)
+    row_numel, sum_dtype = full_numel // route.size, stages.sum_dtype(route.hops[-1])
+    num_bytes = stages.partial_sums(row_numel, sum_dtype)
     num_bytes += _payload_bytes(route, route.num_quantized_sums, row_numel)
-    if route.is_quantized:
-        num_bytes += _sum_bytes(route.hops[0], row_numel, wire) + aligned_bytes((row_numel, dtype))
+    if route.is_quantized or not sums_natively:
+        source = sum_dtype if len(route.hops) == 1 else stages.sum_dtype(route.hops[1])
+        num_bytes += stages.sum_of(route.hops[0], row_numel, source) + aligned_bytes((row_numel, dtype))
+        if not route.is_quantized and source != wire:
+            num_bytes += aligned_bytes((route.hops[0].size * row_numel, wire))
     if full_numel != numel or sum_dtype != dtype:
         num_bytes += aligned_bytes((full_numel, sum_dtype))
     if len(route.hops) > 1 and wire != sum_dtype:
@@ -68,20 +74,45 @@ def _payload_bytes(route: Route, num_stages: int, numel: int) -> int:
     return 0 if codec is None else aligned_bytes((route.strides[num_stages] * codec.encoded_bytes(numel), torch.uint8))
 
 
-def _partial_sums_bytes(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
-    """Bytes for the sums of all stages but the slowest.
+class _StageBytes:
+    """Scratch memory of the stages of one sum; for arguments see `reduce_scatter_scratch_bytes`."""
 
-    Each rank has `numel` elements.
-    """
-    num_bytes = 0
-    for hop, rows in zip(route.hops[1:], route.strides[1:], strict=False):
-        sum_dtype = wire if hop.codec is None else dtype
-        num_bytes += _sum_bytes(hop, rows * numel, wire) + aligned_bytes((rows * numel, sum_dtype))
-    return num_bytes
+    def __init__(self, route: Route, wire: torch.dtype, dtype: torch.dtype, sums_natively: bool) -> None:
+        self._route = route
+        self._wire = wire
+        self._dtype = dtype
+        self._sums_natively = sums_natively
 
+    def sum_dtype(self, hop: Hop) -> torch.dtype:
+        """Dtype in which the sums of one stage go on to the next."""
+        return self._wire if hop.codec is None and self._sums_natively else self._dtype
 
-def _sum_bytes(hop: Hop, numel: int, wire: torch.dtype) -> int:
-    """Bytes for one stage of a reduce-scatter, of `numel` elements for each rank."""
-    if hop.codec is None:
-        return aligned_bytes((numel, wire))
-    return 2 * aligned_bytes((hop.size * hop.codec.encoded_bytes(numel), torch.uint8))
+    def reduce_scatter(self, numel: int, source: torch.dtype) -> int:
+        """Bytes for all stages of a reduce-scatter.
+
+        Args:
+            numel: Elements of each rank's sum.
+            source: Dtype of the full tensor.
+        """
+        if len(self._route.hops) > 1:
+            return self.partial_sums(numel, source) + self.sum_of(
+                self._route.hops[0], numel, self.sum_dtype(self._route.hops[1])
+            )
+        return self.sum_of(self._route.hops[0], numel, source)
+
+    def partial_sums(self, numel: int, source: torch.dtype) -> int:
+        """Bytes for the sums of all stages but the slowest; for arguments see `reduce_scatter`."""
+        num_bytes = 0
+        for hop, rows in reversed([*zip(self._route.hops, self._route.strides, strict=False)][1:]):
+            num_bytes += self.sum_of(hop, rows * numel, source)
+            source = self.sum_dtype(hop)
+            num_bytes += aligned_bytes((rows * numel, source))
+        return num_bytes
+
+    def sum_of(self, hop: Hop, numel: int, source: torch.dtype) -> int:
+        """Bytes for one stage that sums tables of `source`, with rows of `numel` elements."""
+        if hop.codec is not None:
+            return 2 * aligned_bytes((hop.size * hop.codec.encoded_bytes(numel), torch.uint8))
+        if self._sums_natively:
+            return aligned_bytes((numel, self._wire))
+        return (1 if source == self._wire else 2) * aligned_bytes((hop.size * numel, self._wire))

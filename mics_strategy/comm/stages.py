@@ -1,55 +1,242 @@
-"""The stages of one route, and the work of one collective over them.
+"""Collectives over the stages of a route, over any transport.
 
-On gloo the stages are pipelined; see `pipeline`. Other backends pipeline by themselves; see `native_stages`.
+Tensors go whole. An all-gather of n stages is n all-gathers, all but the first in place; a reduce-scatter is n
+reduce-scatters, and an all-reduce 2 n - 1 collectives, however many nodes there are.
+
+::
+
+    all-gather, 2 nodes of 2 ranks, rows 0 to 3; rank 0 has row 0, rank 1 of its node has row 2
+
+    between nodes    rank 0:  [0 1 . .]    rank 1:  [. . 2 3]     an own row becomes `strides[1]` adjacent rows
+    inside a node    rank 0:  [0 1 2 3]    rank 1:  [0 1 2 3]     these become `strides[2]` rows, all of them
+
+A reduce-scatter runs backwards.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm import route as routes
+from mics_strategy.comm.algorithms import NativeAlgorithm, QuantizedAlgorithm, make_algorithm
+from mics_strategy.comm.residuals import residuals_by_stage
+
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.quantizer import Quantizer
+    from mics_strategy.comm.route import Route
+    from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.work import Steps
+    from mics_strategy.comm.workspace import Workspace
 
 
-class Stages(Protocol):
+class Stages:
     """Runs collectives over the stages of a route.
 
     Each collective is a task of a queue (see `queue`): a generator that waits for no rank before its first `yield`, and
-    has a part of the workspace for itself.
+    has a part of the workspace for itself. What it needs of it: `scratch`.
+
+    Args:
+        route: Stages, with their codecs.
+        transports: Transports of the stages, slowest links first.
+        workspace: Scratch memory.
+        device: Device of the tensors.
 
     Attributes:
         index: Index of this rank among those of the route.
-        quantizer: Quantizer of shards that are encoded once for all stages of an all-gather; None where they are not.
     """
 
-    index: int
-    quantizer: Quantizer | None
+    def __init__(
+        self, route: Route, transports: Sequence[Transport], workspace: Workspace, device: torch.device
+    ) -> None:
+        self._route = route
+        self._workspace = workspace
+        self._strides = route.strides
+        self._transports = transports
+        self.index = sum(transport.index * stride for transport, stride in zip(transports, self._strides, strict=False))
+        self._algorithms = [
+            make_algorithm(transport, hop, workspace, device)
+            for transport, hop in zip(transports, route.hops, strict=True)
+        ]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
-        """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`."""
+        """Put every rank's `shard` into `out`; see `Communicator.all_gather`.
 
-    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
-        """Encode once, gather the payloads over all stages, and decode all of them."""
+        1. All-gather over the slowest links, into this rank's rows of `out`. Where the first stages are quantized, the
+           shard is encoded once for all of them, and what has arrived is decoded, this rank's own payload as well.
+        2. All-gather these rows over the next faster links, in place: they are contiguous.
+        """
+        if not shard.numel():
+            return iter(())
+        table, slowest = out.view(self._route.size, -1), self._algorithms[0]
+        if isinstance(slowest, QuantizedAlgorithm):
+            return self._gather_encoded(slowest.gather_quantizer, table, shard, tag)
+        return self._gather_rows(table, shard, range(len(self._transports)), tag)
 
-    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-gathers of shards of `numel` elements."""
+    def _gather_encoded(self, quantizer: Quantizer, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
+        """All-gather over several stages of which the first ones are quantized."""
+        num_encoded = self._route.num_quantized
+        payloads = self._allocate_payloads(quantizer, num_encoded, shard.numel())
+        own, rows = self.index % len(payloads), len(payloads)
+        first = self.index - own
+        if not quantizer.codec.differences:
+            quantizer.encode(shard, payloads[own])
+            yield from self._gather_rows(payloads, payloads[own], range(num_encoded), tag)
+            quantizer.decode(payloads, table[first : first + rows])
+        else:
+            scratch = self._workspace.allocate(shard.numel(), torch.float32)
+            quantizer.encode_difference(shard, table[self.index], payloads[own], scratch)
+            yield from self._gather_rows(payloads, payloads[own], range(num_encoded), tag)
+            for payload, row in zip(payloads, table[first : first + rows], strict=True):
+                quantizer.decode_difference(payload, row, scratch)
+        yield from self._gather_rows(table, None, range(num_encoded, len(self._transports)), tag)
+
+    def _gather_rows(
+        self, table: torch.Tensor, shard: torch.Tensor | None, stages: range, tag: int, ranks_per_row: int = 1
+    ) -> Steps:
+        """All-gather this rank's rows of a table over some stages.
+
+        Args:
+            table: [rows, n] of all ranks of these stages, and of all stages before.
+            shard: Rows of this rank, if they are not in the table.
+            stages: Indices of the stages.
+            tag: Tag of the collective, the same on all ranks.
+            ranks_per_row: Ranks that have a share of each row.
+        """
+        own = self.index // ranks_per_row % len(table)
+        for stage in stages:
+            inner, outer = (self._strides[index] // ranks_per_row for index in (stage, stage + 1))
+            source = table[own - own % inner :][:inner].view(-1) if shard is None else shard
+            pending = self._transports[stage].all_gather(table[own - own % outer :][:outer].view(-1), source, tag)
+            if stage == stages.start:
+                yield
+            pending.wait()
+            shard = None
+
+    def _allocate_payloads(self, quantizer: Quantizer, num_stages: int, numel: int) -> torch.Tensor:
+        """Payloads of `numel` elements of all ranks of the first stages: [ranks, bytes]."""
+        num_bytes, rows = quantizer.codec.encoded_bytes(numel), self._strides[num_stages]
+        return self._workspace.allocate(rows * num_bytes, torch.uint8).view(rows, num_bytes)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
     ) -> Steps:
-        """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
+        """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
-    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `full_numel` elements to `dtype`."""
+        1. Reduce-scatter over the fastest links: this rank keeps one slice.
+        2. Reduce-scatter the slice over the next slower links.
+        """
+        if not full.numel():
+            return
+        wire, residuals = full.dtype, residuals_by_stage(self._route, self.index, residual)
+        table = full
+        for algorithm, total, source, inner_residual in self._faster_stages(full, wire, out.dtype, residuals):
+            yield from algorithm.reduce_scatter(total, source, wire, False, tag, inner_residual)
+            table = total
+        yield from self._algorithms[0].reduce_scatter(out, table, wire, accumulate, tag, residuals[0])
+
+    def _faster_stages(
+        self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
+    ) -> Iterator[tuple[NativeAlgorithm | QuantizedAlgorithm, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """The reduce-scatters over all but the slowest links, fastest first.
+
+        Args:
+            table: [size * n], unchanged.
+            wire: Dtype of unquantized payloads.
+            dtype: Dtype of the last sums.
+            residuals: Residual of each stage.
+
+        Returns:
+            Of each stage its algorithm, scratch memory for this rank's sums, the table and the residual.
+        """
+        for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
+            numel = table.numel() // algorithm.transport.size
+            total = self._workspace.allocate(numel, algorithm.sum_dtype(wire, dtype))
+            yield algorithm, total, table, residual
+            table = total
 
     def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
+        yield
+        self._transports[0].barrier(tag)
+        self._transports[0].all_reduce(tensor).wait()
 
     def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
-        """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
+        """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
-    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
+        1. Reduce-scatter over all but the slowest links; this rank keeps a slice.
+        2. All-reduce the slice over the slowest links.
+        3. All-gather the slices over the faster links, never quantized again, so that all ranks have the same bits:
+           between nodes as the encoded sums, inside them decoded.
+        """
+        if not tensor.numel():
+            return
+        dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
+        full, size = self._padded(tensor, dtype), self._route.hops[0].size
+        residuals = residuals_by_stage(self._route, self.index, residual)
+        table = full
+        for algorithm, total, source, inner_residual in self._faster_stages(full, wire, tensor.dtype, residuals):
+            yield from algorithm.reduce_scatter(total, source, wire, False, tag, inner_residual)
+            table = total
+        num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
+        is_last = len(self._transports) == max(num_encoded, 1)
+        if not is_last and wire != dtype:
+            full = self._workspace.allocate(full.numel(), wire)
+        slices = full.view(self._route.num_slices, -1)
+        if isinstance(slowest, QuantizedAlgorithm):
+            yield from self._gather_sums(slowest, table, slices, wire, tensor.dtype, tag, residuals[0])
+        else:
+            yield from slowest.all_reduce(table, wire, tensor.dtype, tag)
+            if wire != dtype and not is_last:
+                table = slices[self.index // size].copy_(table)
+            yield from self._gather_rows(slices, table, range(1, len(self._transports)), tag, size)
+        if full is not tensor:
+            tensor.copy_(full[: tensor.numel()])
+
+    def _gather_sums(
+        self,
+        slowest: QuantizedAlgorithm,
+        table: torch.Tensor,
+        slices: torch.Tensor,
+        wire: torch.dtype,
+        dtype: torch.dtype,
+        tag: int,
+        residual: torch.Tensor | None,
+    ) -> Steps:
+        """All-reduce a table over the slowest links, and all-gather the encoded sums.
+
+        Args:
+            slowest: Algorithm of the slowest links.
+            table: [n], this rank's slice.
+            slices: [slices, n]; overwritten.
+            wire: Dtype of unquantized payloads.
+            dtype: Dtype of the sum before it is sent.
+            tag: Tag of the collective, the same on all ranks.
+            residual: Residual of the slice; None without feedback.
+        """
+        num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
+        total = self._workspace.allocate(table.numel() // size, dtype)
+        yield from slowest.reduce_scatter(total, table, wire, False, tag, residual)
+        payloads = self._allocate_payloads(slowest.quantizer, num_encoded, total.numel())
+        own = self.index % len(payloads)
+        total_residual = None if residual is None else residual.view(size, -1)[slowest.transport.index]
+        slowest.gather_quantizer.encode(total, payloads[own], total_residual)
+        yield from self._gather_rows(payloads, payloads[own], range(num_encoded), tag)
+        first, num_slices = (self.index - own) // size, len(payloads) // size
+        slowest.quantizer.decode(payloads, slices[first : first + num_slices].view(len(payloads), -1))
+        yield from self._gather_rows(slices, None, range(num_encoded, len(self._transports)), tag, size)
+
+    def _padded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor` in `dtype`, with zeros up to equal slices of all ranks.
+
+        It is `tensor` itself where nothing changes.
+        """
+        numel = self._route.num_slices * routes.all_reduce_slice(self._route, tensor.numel())
+        if numel == tensor.numel() and dtype == tensor.dtype:
+            return tensor
+        full = self._workspace.allocate(numel, dtype)
+        full[: tensor.numel()].copy_(tensor)
+        full[tensor.numel() :].zero_()
+        return full

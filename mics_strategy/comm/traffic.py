@@ -20,11 +20,8 @@ from mics_strategy.comm.route import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
-    all_reduce_chunks,
     all_reduce_slice,
-    chunks_of,
     is_plain_all_reduce,
-    piece_numels,
 )
 
 if TYPE_CHECKING:
@@ -127,10 +124,7 @@ class TrafficLog:
 def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
     """The traffic of an all-gather of `full_numel` elements, stage by stage."""
     shard, codec = full_numel // route.size, route.hops[0].codec
-    encoded_bytes = 0
-    if codec is not None:
-        chunks = [(0, shard)] if route.all_gather_codec is not None else chunks_of(route, shard, dtype.itemsize)
-        encoded_bytes = sum(codec.encoded_bytes(end - start) for start, end in chunks)
+    encoded_bytes = 0 if codec is None else codec.encoded_bytes(shard)
     hops = []
     for index, (hop, rows) in enumerate(zip(route.hops, route.strides[1:], strict=True), start=1):
         wire, num_bytes, work = dtype, full_numel * dtype.itemsize * rows // route.size, None
@@ -150,24 +144,22 @@ def _codec_work(codec: Codec, encoded_numel: int, decoded_numel: int) -> CodecWo
 
 def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
     """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
-    shard = full_numel // route.size
-    chunks = chunks_of(route, shard, wire.itemsize)
     hops = []
     for hop, rows in reversed([*zip(route.hops, route.strides, strict=False)]):
         unquantized_bytes = full_numel * wire.itemsize * rows * hop.size // route.size
-        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, piece_numels(chunks, rows), wire))
+        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, rows * full_numel // route.size, wire))
     return hops
 
 
-def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
+def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numel: int, wire: torch.dtype) -> HopTraffic:
     """The traffic of one stage.
 
-    A quantized one sends pieces of `numels` elements, one of each size to each rank.
+    A quantized one encodes rows of `numel` elements, one for each rank.
     """
     if hop.codec is None:
         return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
-    num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
-    work = _sum_work(hop.codec, (hop.size - 1) * sum(numels))
+    num_bytes = hop.size * hop.codec.encoded_bytes(numel)
+    work = _sum_work(hop.codec, (hop.size - 1) * numel)
     return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes, codec_work=work)
 
 
@@ -190,16 +182,13 @@ def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch
     if is_plain_all_reduce(route, wire, dtype):
         return [HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
     slice_numel = all_reduce_slice(route, numel)
-    chunks = all_reduce_chunks(route, slice_numel, wire.itemsize)
     slice_bytes, encoded_bytes = slice_numel * wire.itemsize, 0
     if slowest.codec is not None:
-        shares = [(end - start) // slowest.size for start, end in chunks]
-        encoded_bytes = slowest.size * sum(slowest.codec.encoded_bytes(share) for share in shares)
+        encoded_bytes = slowest.size * slowest.codec.encoded_bytes(slice_numel // slowest.size)
     reduce_hops, gather_hops = [], []
     for index, (hop, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
         rows = stride // slowest.size
-        numels = piece_numels(chunks, rows)
-        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, numels, wire))
+        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, rows * slice_numel, wire))
         is_encoded, is_last = index < route.num_quantized_sums, index == route.num_quantized_sums - 1
         num_bytes = rows * hop.size * (encoded_bytes if is_encoded else slice_bytes)
         work = _codec_work(hop.codec, 0, rows * hop.size * slice_numel) if hop.codec is not None and is_last else None

@@ -17,9 +17,11 @@ Ranks of one node that can read one another's memory do not use gloo (see `peer_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,36 +45,49 @@ _CARRIED = frozenset(  # by gloo's and NCCL's own collectives; other dtypes are 
 )
 
 
-class PendingExchange:
-    """One exchange in flight: one piece from every rank.
+class Pending(Protocol):
+    """One collective in flight, or one that starts when it is waited for."""
+
+    def wait(self) -> object:
+        """Make all received rows valid, and let the memory of the sent ones be overwritten.
+
+        It blocks (CPU), or makes the current stream wait (CUDA).
+        """
+
+
+class Messages:
+    """Messages in flight.
 
     Args:
-        recvs: Work of the receives by the index of their source; sources may share one.
-        sends: Work of this rank's sends.
+        works: Work of the receives, then of the sends.
     """
 
-    __slots__ = ("_recvs", "_sends")
+    __slots__ = ("_works",)
 
-    def __init__(self, recvs: dict[int, BackendWork], sends: list[BackendWork]) -> None:
-        self._recvs = recvs
-        self._sends = sends
-
-    def wait_recv(self, index: int) -> None:
-        """Make the piece of one rank valid."""
-        work = self._recvs.pop(index, None)
-        if work is not None:
-            work.wait()
+    def __init__(self, works: list[BackendWork]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        """Make all received pieces valid, and release the memory of the sent ones.
-
-        That memory may be overwritten afterwards.
-        """
-        for index in list(self._recvs):
-            self.wait_recv(index)
-        for work in self._sends:
+        """See `Pending.wait`."""
+        for work in self._works:
             work.wait()
-        self._sends = []
+
+
+class Launch:
+    """A collective of a backend with streams, which starts on the stream that waits for it.
+
+    Args:
+        start: Starts it.
+    """
+
+    __slots__ = ("_start",)
+
+    def __init__(self, start: Callable[[], BackendWork]) -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        self._start().wait()
 
 
 class Transport(ABC):
@@ -85,6 +100,8 @@ class Transport(ABC):
     Attributes:
         blocks_host: Whether a wait for a work blocks the CPU, so that a thread runs collectives and a watchdog
             watches them. Otherwise the backend orders them on a stream, or has finished at once.
+        sums_natively: Whether sums use the backend's own reduce-scatter and all-reduce, whose order is unspecified.
+            Elsewhere rows are exchanged, and added in the order of the ranks.
         size: Ranks of the group.
         index: Index of this rank in the group.
         description: Axes and ranks as text, for errors.
@@ -92,6 +109,7 @@ class Transport(ABC):
     """
 
     blocks_host: ClassVar[bool]
+    sums_natively = False
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         self.group = group
@@ -101,6 +119,40 @@ class Transport(ABC):
         ranks = dist.get_process_group_ranks(group)
         self.description = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self.fingerprint = CollectiveFingerprint(ranks=tuple(ranks), index=self.index)
+
+    @abstractmethod
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
+        """Put every rank's `shard` into its row, this rank's as well.
+
+        Args:
+            table: [size * n], contiguous.
+            shard: [n], same dtype; may be its row.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
+
+    @abstractmethod
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Pending:
+        """Send every rank its row of `sent`, and receive one from each.
+
+        Args:
+            received: [size * n], contiguous; this rank's own row is undefined afterwards.
+            sent: [size * n], contiguous, same dtype.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
+        """Sum every rank's `full` in its dtype by the backend, and keep this rank's slice.
+
+        The order of the sum is unspecified.
+        """
+        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
+        return work
 
     @abstractmethod
     def barrier(self, tag: int) -> None:
@@ -187,45 +239,25 @@ class GlooTransport(Transport):
     def gather_row(self, values: torch.Tensor) -> torch.Tensor:
         """The small tensors [n] of all ranks, as rows [size, n]."""
         rows = values.new_zeros(self.size, values.numel())
-        self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
+        self.all_gather(rows.view(-1), values, _HANDSHAKE_TAG).wait()
         return rows
 
-    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
-        """Put every rank's `shard` into its row, this rank's as well.
+    @override
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Messages:
+        rows = list(table.view(self.size, -1))
+        if shard.data_ptr() != rows[self.index].data_ptr():
+            rows[self.index].copy_(shard)
+        return self._post(rows, [rows[self.index]] * self.size, tag)
 
-        Args:
-            rows: [n] for each rank, contiguous.
-            shard: [n], same dtype; may be its row.
-            tag: Tag of the collective, the same on all ranks.
+    @override
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Messages:
+        return self._post(list(received.view(self.size, -1)), list(sent.view(self.size, -1)), tag)
 
-        Cost:
-            (size - 1) * n sent.
-        """
-        local_row = rows[self.index]
-        if shard.data_ptr() != local_row.data_ptr():
-            local_row.copy_(shard)
-        return self._post(rows, [local_row] * self.size, tag)
-
-    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        """Send every rank its row of `outgoing`, and receive one from each.
-
-        Args:
-            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
-            outgoing: [n] for each rank, contiguous, same dtype.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            (size - 1) * n sent.
-        """
-        return self._post(incoming, outgoing, tag)
-
-    def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+    def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Messages:
         if not outgoing[self.index].numel():
-            return PendingExchange({}, [])
-        recvs: dict[int, BackendWork] = {}
-        for index in reversed(self._others):
-            recvs[index] = self.recv(incoming[index], index, tag)
-        return PendingExchange(recvs, [self.send(outgoing[index], index, tag) for index in self._others])
+            return Messages([])
+        recvs = [self.recv(incoming[index], index, tag) for index in reversed(self._others)]
+        return Messages([*recvs, *(self.send(outgoing[index], index, tag) for index in self._others)])
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
         """Send to the rank of index `dest`, or let it read."""
@@ -242,7 +274,7 @@ class GlooTransport(Transport):
             return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
 
-    def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> PendingExchange:
+    def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Messages:
         """Scatter every rank's `shard` into the target of its row. Needs peer memory.
 
         Args:
@@ -254,17 +286,13 @@ class GlooTransport(Transport):
             (size - 1) * n read.
         """
         if not shard.numel():
-            return PendingExchange({}, [])
+            return Messages([])
         sends = [self.send(shard, index, tag) for index in self._others]
         rows[self.index].copy(shard)
-        recvs: dict[int, BackendWork] = {
-            index: self._connections[index].post_recv(rows[index], tag) for index in reversed(self._others)
-        }
-        return PendingExchange(recvs, sends)
+        recvs = [self._connections[index].post_recv(rows[index], tag) for index in reversed(self._others)]
+        return Messages([*recvs, *sends])
 
-    def all_to_all_scattered(
-        self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int
-    ) -> PendingExchange:
+    def all_to_all_scattered(self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int) -> Messages:
         """Let all other ranks read their row of `outgoing`, and read theirs.
 
         Needs peer memory.
@@ -278,10 +306,8 @@ class GlooTransport(Transport):
             The elements of `incoming` are read.
         """
         sends: list[BackendWork] = [self._connections[index].post_send(outgoing[index], tag) for index in self._others]
-        recvs: dict[int, BackendWork] = {
-            index: self._connections[index].post_recv(incoming[index], tag) for index in reversed(self._others)
-        }
-        return PendingExchange(recvs, sends)
+        recvs = [self._connections[index].post_recv(incoming[index], tag) for index in reversed(self._others)]
+        return Messages([*recvs, *sends])
 
     @override
     def barrier(self, tag: int) -> None:
@@ -325,11 +351,8 @@ class BackendTransport(Transport):
     Args:
         group: Process group, its ranks in the order of their shard index.
         axis: Names of the mesh axes that the group spans.
-        device_type: Device type of the tensors.
-
-    Attributes:
-        sums_natively: Whether sums use the backend's own reduce-scatter and all-reduce, whose order is unspecified. On
-            a CPU they are added in the order of the ranks, as on gloo, unless nothing is sent at all ("fake").
+        device_type: Device type of the tensors. On a CPU sums are added in the order of the ranks, as on gloo, unless
+            nothing is sent at all ("fake").
     """
 
     blocks_host = False
@@ -346,29 +369,14 @@ class BackendTransport(Transport):
     def cancel(self) -> None:
         """Nothing: no thread waits."""
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> BackendWork:
-        """Put every rank's `shard`, [n], into its row of `table`, [size * n].
+    @override
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Launch:
+        tensors = as_wire_dtype(table), as_wire_dtype(shard)
+        return Launch(partial(_all_gather, *tensors, group=self.group, async_op=True))
 
-        In place if it is its row.
-        """
-        work: BackendWork = _all_gather(as_wire_dtype(table), as_wire_dtype(shard), group=self.group, async_op=True)
-        return work
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> BackendWork:
-        """Send every rank its row of `sent`, and receive one from each.
-
-        Both are [size * n], same dtype.
-        """
-        work: BackendWork = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return work
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
-        """Sum every rank's `full` in its dtype, and keep this rank's slice.
-
-        The order of the sum is unspecified.
-        """
-        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
-        return work
+    @override
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Launch:
+        return Launch(partial(dist.all_to_all_single, received, sent, group=self.group, async_op=True))
 
     def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
         """All-gather several tensors in one launch, [size * n] each.

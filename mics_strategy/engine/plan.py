@@ -19,9 +19,6 @@ from mics_strategy.comm.route import (
     ALL_REDUCE,
     ALL_TO_ALL,
     Route,
-    num_all_gather_chunks,
-    num_all_reduce_chunks,
-    num_reduce_scatter_chunks,
 )
 from mics_strategy.comm.traffic import (
     SENT_BYTES,
@@ -132,7 +129,6 @@ class PlannedCollective(CollectiveTraffic):
         micro_step: Index of the micro-step.
         role: Purpose: one of `scopes.ROLES`, `USAGE` or `OWNERS`.
         stage: Position among the stages of its collective; 0 begins the next collective.
-        num_chunks: Chunks that are pipelined through the stages of its collective.
     """
 
     unit: str
@@ -140,7 +136,6 @@ class PlannedCollective(CollectiveTraffic):
     micro_step: int
     role: str
     stage: int = 0
-    num_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +227,8 @@ class _Planner:
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
-    _messages: dict[tuple[str, int, torch.dtype], StagedTraffic] = field(default_factory=dict)
-    _of_buckets: dict[tuple[str, int], list[StagedTraffic]] = field(default_factory=dict)
+    _messages: dict[tuple[str, int, torch.dtype], list[HopTraffic]] = field(default_factory=dict)
+    _of_buckets: dict[tuple[str, int], list[list[HopTraffic]]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -280,7 +275,7 @@ class _Planner:
                 for collective in self._of_bucket(role, bucket.plan):
                     self._add(role, collective, unit.plan.name, phase)
 
-    def _of_bucket(self, role: str, bucket: BucketPlan) -> list[StagedTraffic]:
+    def _of_bucket(self, role: str, bucket: BucketPlan) -> list[list[HopTraffic]]:
         """Collectives of a bucket in a role: its all-gather, or its first hop's chunks."""
         key = (role, id(bucket))  # buckets live as long as the units
         if key not in self._of_buckets:
@@ -288,42 +283,29 @@ class _Planner:
             self._of_buckets[key] = [*self._first_hops(bucket)] if is_first_hop else [self._all_gather(role, bucket)]
         return self._of_buckets[key]
 
-    def _all_gather(self, role: str, bucket: BucketPlan) -> StagedTraffic:
+    def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype
         if (role, numel, dtype) not in self._messages:
             route = self._route(role, numel * dtype.itemsize)
-            self._messages[role, numel, dtype] = (
-                StagedTraffic()
-                if route is None
-                else StagedTraffic(all_gather_traffic(route, numel, dtype), num_all_gather_chunks(route, numel, dtype))
-            )
+            self._messages[role, numel, dtype] = [] if route is None else all_gather_traffic(route, numel, dtype)
         return self._messages[role, numel, dtype]
 
-    def _first_hops(self, bucket: BucketPlan) -> Iterator[StagedTraffic]:
+    def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
         degree = self.scopes.grads
         for start, end in first_hop_chunks(bucket.layout.numel_at(degree), bucket.num_first_hop_chunks):
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
-    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> StagedTraffic:
+    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
         wire = bucket.wire_dtype
         if (role, numel, wire) not in self._messages:
             route = self._route(role, numel * wire.itemsize)
-            self._messages[role, numel, wire] = (
-                StagedTraffic()
-                if route is None
-                else StagedTraffic(
-                    reduce_scatter_traffic(route, numel, wire), num_reduce_scatter_chunks(route, numel, wire)
-                )
-            )
+            self._messages[role, numel, wire] = [] if route is None else reduce_scatter_traffic(route, numel, wire)
         return self._messages[role, numel, wire]
 
-    def _all_reduce(self, role: str, bucket: BucketPlan) -> StagedTraffic:
+    def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel, wire = full_numel(role, bucket.layout, self.scopes), bucket.wire_dtype
         route = self._route(role, numel * wire.itemsize)
-        if route is None:
-            return StagedTraffic()
-        stages = all_reduce_traffic(route, numel, wire, bucket.sum_dtype)
-        return StagedTraffic(stages, num_all_reduce_chunks(route, numel, wire))
+        return [] if route is None else all_reduce_traffic(route, numel, wire, bucket.sum_dtype)
 
     def second_hop(self, backward: tuple[int, ...]) -> None:
         """The small all-reduce, and the second hops of all units."""
@@ -346,7 +328,7 @@ class _Planner:
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add(USAGE, StagedTraffic([usage]), "(usage)", phase)
+            self._add(USAGE, list[HopTraffic]([usage]), "(usage)", phase)
 
     def _second_hop(self, index: int, bucket: BucketPlan, phase: str) -> None:
         name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
@@ -390,8 +372,8 @@ class _Planner:
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _add(self, role: str, collective: StagedTraffic, unit: str, phase: str) -> None:
-        for stage, message in enumerate(collective.stages):
+    def _add(self, role: str, stages: list[HopTraffic], unit: str, phase: str) -> None:
+        for stage, message in enumerate(stages):
             self.planned.append(
                 PlannedCollective(
                     collective=message.collective,
@@ -405,18 +387,6 @@ class _Planner:
                     micro_step=self.micro_step,
                     role=role,
                     stage=stage,
-                    num_chunks=collective.num_chunks,
                     codec_work=message.codec_work,
                 )
             )
-
-
-@dataclass(frozen=True, slots=True)
-class StagedTraffic:
-    """The stages of one collective, and the chunks that they pipeline.
-
-    There are no stages where nothing is sent.
-    """
-
-    stages: list[HopTraffic] = field(default_factory=list)
-    num_chunks: int = 1

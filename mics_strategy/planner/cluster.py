@@ -146,7 +146,7 @@ class Cluster:
         slowest_node_factor: Time of the same arithmetic on the slowest node over that on the others, at least 1. All
             ranks wait for it.
         overlap_slowdown: Time of compute while a collective runs, in times of that otherwise; measured or stated.
-        backend: Backend of collectives: "nccl" or "gloo", on which collectives of two stages are pipelined in chunks.
+        backend: Backend of collectives: "nccl" or "gloo".
         measured_stages: Measured stages of collectives, which count instead of the links' figures.
         measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
         measured_codecs: Measured speeds of codecs, which count instead of that of the device's memory.

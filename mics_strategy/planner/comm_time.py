@@ -20,7 +20,6 @@ Source:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,23 +76,6 @@ class CommTime:
         if time is None:
             time = self._cache[key] = self._of(stage)
         return time
-
-    def of_chunk(self, stage: HopTraffic, num_chunks: int) -> StageTime:
-        """The time of one of so many equal chunks of a stage.
-
-        On the link it is that of a stage of its size. It is no shorter than the chunk's share of the whole, also where
-        a link lets a few bytes pass faster than many.
-        """
-        whole = self.of(stage)
-        if num_chunks == 1:
-            return whole
-        chunk = self.of(dataclasses.replace(stage, full_bytes=stage.full_bytes // num_chunks))
-        return StageTime(
-            whole.link,
-            max(chunk.seconds, whole.seconds / num_chunks),
-            whole.encode_seconds / num_chunks,
-            whole.decode_seconds / num_chunks,
-        )
 
     def _of(self, stage: HopTraffic) -> StageTime:
         names = stage.axis.split("+")

@@ -140,5 +140,5 @@ def _scratch_bytes(role: str, route: Route, numel: int, wire: torch.dtype, dtype
     if collective == ALL_GATHER:
         return all_gather_scratch_bytes(route, numel // route.size)
     if collective == REDUCE_SCATTER:
-        return reduce_scatter_scratch_bytes(route, numel, wire, dtype)
-    return all_reduce_scratch_bytes(route, numel, wire, dtype)
+        return reduce_scatter_scratch_bytes(route, numel, wire, dtype, sums_natively=True)
+    return all_reduce_scratch_bytes(route, numel, wire, dtype, sums_natively=True)

@@ -245,8 +245,7 @@ def collective_key(stage: PlannedCollective, scopes: Scopes, category: Category)
 def _collectives(tasks: StepTasks) -> Iterator[tuple[list[int], list[PlannedCollective]]]:
     """Tasks of each collective, by index, and its stages.
 
-    A stage has a task for each chunk, which those of its codec surround. A collective never has two stages of one kind
-    over one axis.
+    Those of its codec surround the task of a stage. A collective never has two stages of one kind over one axis.
     """
     indices: list[int] = []
     stages: list[PlannedCollective] = []

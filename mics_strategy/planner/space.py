@@ -12,7 +12,6 @@ Source:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -62,14 +61,11 @@ def topology_of(cluster: Cluster) -> Topology:
 def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
     """Ranks and axes of a configuration on a cluster.
 
-    Collectives are chunked as its backend chunks them.
-
     Raises:
         ConfigError: The engine refuses the configuration in this job.
     """
     topology = topology_of(cluster)
-    scopes = resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
-    return dataclasses.replace(scopes, is_chunked=cluster.backend == "gloo")
+    return resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
 
 
 def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:

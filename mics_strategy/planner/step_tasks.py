@@ -10,8 +10,7 @@ engine's rules (`engine.step`, `engine.reducer`):
 - The optimizer waits for everything. Stepped parameters are synchronized by the next step's forward, unit by unit;
   without the overlap, all before it.
 
-Collectives of one kind run on one stream, one after the other; streams share the links. Where a collective goes through
-its stages in chunks, each later stage has a stream of its own: it takes a chunk while the stage before takes the next.
+Collectives of one kind run on one stream, one after the other, and so do the stages of one; streams share the links.
 
 Pure.
 """
@@ -263,25 +262,16 @@ class _Builder:
         return last
 
     def _collective(self, stream: str, stages: list[PlannedCollective], after: tuple[int, ...]) -> int:
-        """Add the stages of one collective, chunk by chunk; return the last task."""
-        num_chunks = max(1, stages[0].num_chunks) if len(stages) > 1 else 1
+        """Add the stages of one collective; return the last task."""
         last = -1
-        if num_chunks == 1:
-            for stage in stages:
-                last = self._stage(stream, stage, 1, after)
-                after = (last,)
-            return last
-        for _ in range(num_chunks):
-            waits = after
-            for position, stage in enumerate(stages):
-                name = f"{stream}, stage {position + 1}" if position else stream
-                last = self._stage(name, stage, num_chunks, waits)
-                waits = (last,)
+        for stage in stages:
+            last = self._stage(stream, stage, after)
+            after = (last,)
         return last
 
-    def _stage(self, stream: str, stage: PlannedCollective, num_chunks: int, after: tuple[int, ...]) -> int:
-        """Add one chunk of one stage, with its encoding and decoding on the device."""
-        time, label = self.rules.comm_time.of_chunk(stage, num_chunks), Label(stage.collective, stage.unit, stage)
+    def _stage(self, stream: str, stage: PlannedCollective, after: tuple[int, ...]) -> int:
+        """Add one stage, with its encoding and decoding on the device."""
+        time, label = self.rules.comm_time.of(stage), Label(stage.collective, stage.unit, stage)
         if time.encode_seconds:
             after = (self._add(label, Task(stream, DEVICE, time.encode_seconds, after)),)
         last = self._add(label, Task(stream, time.link, time.seconds, after))

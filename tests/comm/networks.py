@@ -1,4 +1,4 @@
-"""How does a test get collectives over all ranks of a job, in one stage or several, or all-to-all?"""
+"""How does a test get collectives over all ranks of a job, in one stage or several?"""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,11 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
-from mics_strategy.comm.route import HierarchicalThreshold
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
 from tests.ranks import RankContext
 
-Stages = int | str  # 3 or 2, 1 (round a ring where links differ) or ALL_TO_ALL
-ALL_TO_ALL = "all_to_all"
 NODES_PER_SWITCH = 2  # where there are three stages
 NAN_BYTE = 255  # four of them are NaN in every floating dtype: what is read before it is written shows
 
@@ -23,10 +20,10 @@ def scopes_of(
     ctx: RankContext,
     codec: Codec | None = None,
     links: str = "slow",
-    stages: Stages = 2,
+    stages: int = 2,
     per_switch: int = NODES_PER_SWITCH,
 ) -> Scopes:
-    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one, or all-to-all."""
+    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one."""
     per_switch = per_switch if stages == 3 else ctx.num_nodes
     sizes = {
         "intra_node": ctx.ranks_per_node,
@@ -43,7 +40,6 @@ def scopes_of(
         secondary=ctx.world_size,
         axes=tuple(Axis(name=name, size=size, stride=strides[name]) for name, size in sizes.items() if size > 1),
         is_hierarchical=stages != 1,
-        two_stages=HierarchicalThreshold(from_bytes=1 << 60 if stages == ALL_TO_ALL else 0),
         codecs=Codecs(params=codec, first_hop=codec, is_on_all_links=links == "all"),
     )
 
@@ -61,7 +57,7 @@ class Network:
         ctx: RankContext,
         codec: Codec | None = None,
         links: str = "slow",
-        stages: Stages = 2,
+        stages: int = 2,
         per_switch: int = NODES_PER_SWITCH,
     ) -> None:
         scopes = scopes_of(ctx, codec, links, stages, per_switch)

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mics_strategy.comm import native
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.format import Codec
-from mics_strategy.comm.route import Algorithm, Route
+from mics_strategy.comm.route import Route
+from mics_strategy.comm.transport import BackendTransport
 from mics_strategy.errors import LifecycleError, ShapeError
-from tests.comm.networks import ALL_TO_ALL, Network, Stages
+from tests.comm.networks import Network
 from tests.comm.plain import Plain
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -19,16 +19,15 @@ WIRES = (FP32, BF16, FP16)
 SMALL, EIGHT_PIECES = (1, 5, 8, 24), (150_000, 150_001)
 INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 
-STAGES: tuple[Stages, ...] = (1, 2, ALL_TO_ALL)
 networks = pytest.mark.parametrize(
     ("nodes", "per_node", "stages"),
     [
-        *[(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in STAGES), *((2, 4, n) for n in STAGES), (4, 2, 2)],
-        *[(4, 2, ALL_TO_ALL), (3, 2, 2), (4, 1, 3), (4, 2, 3)],
+        *[(1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (2, 4, 1), (2, 4, 2), (4, 2, 2)],
+        *[(3, 2, 2), (4, 1, 3), (4, 2, 3)],
     ],
     ids=lambda number: str(number),
 )
-stages = pytest.mark.parametrize("stages", [2, 1, ALL_TO_ALL], ids=["two-stages", "one-stage", "all-to-all"])
+stages = pytest.mark.parametrize("stages", [2, 1], ids=["two-stages", "one-stage"])
 codecs = pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 links = pytest.mark.parametrize("links", ["slow", "all"])
 kinds = pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
@@ -85,8 +84,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        is_left_to_backend = one.route.hops[0].algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
-        if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
+        if routes.is_plain_all_reduce(one.route, wire, dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()
         one.all_reduce(tensor, wire, "block").wait()
@@ -97,7 +95,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
 CHECKS = {"gather": check_gather, "reduce": check_reduce, "all_reduce": check_all_reduce}
 
 
-def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
+def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: int) -> list[str]:
     """The cases in which this rank gets other bits than the plain version; each in no more memory than announced."""
     network = Network(ctx, codec, links, num_stages)
     num_links = (ctx.ranks_per_node > 1) + (ctx.num_nodes > 1) + (num_stages == 3)
@@ -110,7 +108,7 @@ def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stag
 @kinds
 @networks
 def test_results_are_those_of_the_plain_version(
-    ranks: RankPool, nodes: int, per_node: int, stages: Stages, kind: str
+    ranks: RankPool, nodes: int, per_node: int, stages: int, kind: str
 ) -> None:
     world = nodes * per_node
     assert ranks(world, wrong, kind, None, "slow", stages, ranks_per_node=per_node) == [[]] * world
@@ -135,7 +133,7 @@ def test_results_are_those_of_the_plain_version(
     ],
 )
 def test_encoded_results_are_those_of_the_plain_version(
-    ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: Stages, kind: str
+    ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: int, kind: str
 ) -> None:
     world = nodes * per_node
     assert ranks(world, wrong, kind, codec, links, stages, ranks_per_node=per_node) == [[]] * world
@@ -146,14 +144,14 @@ def test_encoded_results_are_those_of_the_plain_version(
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec"),
     [
-        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, ALL_TO_ALL, None)],
-        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, ALL_TO_ALL, None)],
+        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None)],
+        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None)],
         *[(6, 2, 3, None), (6, 2, 3, INT8), (6, 1, 3, INT8), (3, 2, 2, INT8)],
     ],
     ids=str,
 )
 def test_torch_s_own_collectives_give_the_same_bits(
-    nodes: int, per_node: int, stages: Stages, codec: Codec | None, kind: str
+    nodes: int, per_node: int, stages: int, codec: Codec | None, kind: str
 ) -> None:
     """On simulated ranks, where tasks run at once and nothing is sent point to point."""
 
@@ -177,7 +175,7 @@ class WholeNumbers(Network):
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec", "links"),
     [
-        *[(2, 4, 1, None, "slow"), (2, 4, 2, None, "slow"), (2, 4, ALL_TO_ALL, None, "slow")],
+        *[(2, 4, 1, None, "slow"), (2, 4, 2, None, "slow")],
         *[(2, 2, 2, INT8, "slow"), (2, 4, 2, INT4, "all"), (3, 2, 2, INT8, "all"), (2, 2, 1, INT8, "slow")],
         *[(6, 2, 3, None, "slow"), (6, 2, 3, INT8, "slow"), (6, 2, 3, INT4, "all"), (6, 1, 3, INT8, "slow")],
     ],
@@ -187,13 +185,13 @@ def test_sums_of_the_backend_are_those_of_the_plain_version(
     monkeypatch: pytest.MonkeyPatch,
     nodes: int,
     per_node: int,
-    stages: Stages,
+    stages: int,
     codec: Codec | None,
     links: str,
     kind: str,
 ) -> None:
     """As on a GPU, with numbers whose order in a sum does not matter."""
-    monkeypatch.setattr(native, "OrderedAlgorithm", native.NativeAlgorithm)
+    monkeypatch.setattr(BackendTransport, "sums_natively", property(lambda self: True, lambda self, value: None))
 
     def job(ctx: RankContext) -> list[str]:
         network = WholeNumbers(ctx, codec, links, stages, per_switch=3)
@@ -203,7 +201,7 @@ def test_sums_of_the_backend_are_those_of_the_plain_version(
 
 
 def same_bits(
-    ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages, per_switch: int = 1
+    ctx: RankContext, codec: Codec | None, links: str, num_stages: int, per_switch: int = 1
 ) -> list[list[float]]:
     """What this rank holds after a gather, and after all-reduces of random numbers."""
     network = Network(ctx, codec, links, num_stages, per_switch)
@@ -227,7 +225,7 @@ def same_bits(
 @stages
 @links
 @pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
-def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: Stages) -> None:
+def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: int) -> None:
     first, *others = ranks(4, same_bits, codec, links, stages, ranks_per_node=2)
     assert others == [first] * 3
 
@@ -271,7 +269,7 @@ def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: Ra
     assert ranks(4, asked_at_once, order, ranks_per_node=2) == [True] * 4
 
 
-def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) -> None:
+def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: int) -> None:
     one = Network(ctx, codec, "all", num_stages).one
     empty = torch.empty(0)
     one.reserve_all_gather(0, FP32)
@@ -286,7 +284,7 @@ def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) ->
 @pytest.mark.one_job
 @stages
 @codecs
-def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: Stages) -> None:
+def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: int) -> None:
     assert ranks(4, nothing_at_all, codec, stages, ranks_per_node=2) == [None] * 4
 
 

@@ -12,7 +12,7 @@ from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.residuals import residual_numel
 from mics_strategy.comm.route import ALL_REDUCE, REDUCE_SCATTER
-from tests.comm.networks import Network, Stages
+from tests.comm.networks import Network
 from tests.comm.plain import Plain
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -35,7 +35,7 @@ def placed(network: Network, residual: Tensor, full_numel: int) -> Tensor:
     return full
 
 
-def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: Stages, numel: int) -> list[Round]:
+def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: int, numel: int) -> list[Round]:
     """What some rounds with other values each give this rank."""
     network = Network(ctx, codec, links, stages)
     one, collective = network.one, ALL_REDUCE if kind == "all_reduce" else REDUCE_SCATTER
@@ -73,7 +73,7 @@ def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: Stages
     ],
 )
 def test_nothing_is_lost_over_all_rounds(
-    ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str, codec: str, numel: int, kind: str
+    ranks: RankPool, nodes: int, per_node: int, stages: int, links: str, codec: str, numel: int, kind: str
 ) -> None:
     world, job = nodes * per_node, (kind, CODECS[codec], links, stages, numel)
     found = ranks(world, rounds, *job, ranks_per_node=per_node)

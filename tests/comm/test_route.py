@@ -1,4 +1,4 @@
-"""Do chunks cover what they cut, and do the formulas say what is sent, as the papers do?"""
+"""Do the formulas say what is sent, as the papers do?"""
 
 import itertools
 
@@ -7,14 +7,11 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import (
-    Algorithm,
     Hop,
     Route,
     SizedRoutes,
     all_reduce_slice,
-    chunks_of,
     is_plain_all_reduce,
-    pipeline_chunks,
 )
 from mics_strategy.comm.traffic import (
     SENT_BYTES,
@@ -45,61 +42,6 @@ def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) 
 
 def intra_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
     return HopTraffic(collective, "intra_node", ranks, dtype, full_bytes)
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-def test_pieces_cover_a_slice_once_and_in_order(numel: int) -> None:
-    for itemsize, multiple in itertools.product((1, 2, 4, 8), (1, 2, 3, 6, 64, 256, 65_536, 200_000)):
-        pieces = pipeline_chunks(numel, itemsize, multiple)
-        assert all(end == start for (_, end), (start, _) in itertools.pairwise(pieces))
-        assert (pieces[0][0], pieces[-1][1]) == (0, numel)
-        sizes = [end - start for start, end in pieces]
-        assert all(size > 0 for size in sizes)
-        assert all(size == sizes[0] and size % multiple == 0 for size in sizes[:-1])
-        assert sizes[-1] <= sizes[0]
-
-
-@pytest.mark.parametrize(
-    ("numel", "itemsize", "count"),
-    [(1, 4, 1), (32_767, 4, 1), (32_768, 4, 2), (65_536, 2, 2), (131_072, 4, 8), (10_000_000, 4, 8)],
-)
-def test_a_piece_has_64_kib_or_more_and_there_are_8_at_most(numel: int, itemsize: int, count: int) -> None:
-    assert len(pipeline_chunks(numel, itemsize)) == count
-
-
-def test_nothing_has_no_pieces() -> None:
-    assert pipeline_chunks(0, 4) == []
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
-    assert chunks_of(route(4), numel, 4) == [(0, numel)]
-    assert chunks_of(route(4, 2, INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("block", [2, 256, 1000])
-def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int, block: int) -> None:
-    for ranks in (2, 3, 4):
-        padded = -(-numel // ranks) * ranks
-        pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
-        assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
-        assert pieces[-1][1] == padded
-
-
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("num_shares", [1, 2, 4])
-@pytest.mark.parametrize("codec", [INT8, Codec(bits=4, block_size=128)], ids=["int8", "int4"])
-def test_encoded_messages_of_one_stage_have_128_kib_or_are_the_only_ones(
-    codec: Codec, num_shares: int, numel: int
-) -> None:
-    numel = -(-numel // num_shares) * num_shares
-    chunks = chunks_of(route(2, codec=codec), numel, 4, num_shares, num_shares)
-    whole = [(end - start) // num_shares for start, end in chunks[:-1]]
-    assert all(codec.encoded_bytes(share) >= 128 * 1024 for share in whole)
-    assert len(chunks) <= 8
-    assert [start for start, _ in chunks[1:]] == [end for _, end in chunks[:-1]]
-    assert (chunks[0][0], chunks[-1][1]) == (0, numel)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +182,6 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
     assert not is_plain_all_reduce(route(4), BF16, FP32)
     assert not is_plain_all_reduce(route(4, codec=INT8), FP32, FP32)
     assert not is_plain_all_reduce(route(4, 2), FP32, FP32)
-
-
-def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
-    direct = Route(hops=(Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL),))
-    assert not is_plain_all_reduce(direct, FP32, FP32)
-    assert all_reduce_traffic(direct, 61, FP32, FP32) == [inter_hop(ALL_REDUCE, 4, FP32, 4 * 64)]
 
 
 def test_a_route_is_chosen_by_the_bytes_of_the_whole_tensor() -> None:

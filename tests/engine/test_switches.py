@@ -315,7 +315,7 @@ def test_codecs_encode_all_that_leaves_a_node_and_nothing_else(preset: str) -> N
 @pytest.mark.parametrize("links", ["slow", "all"])
 @pytest.mark.parametrize("preset", ["zero3", "ddp"])
 def test_messages_and_backends_train_equally_on_three_levels(ranks: RankPool, preset: str, links: str) -> None:
-    """Real ranks send in chunks, point to point; simulated ones whole tensors, by torch's collectives."""
+    """Real ranks send point to point, simulated ones by torch's collectives."""
     options = SLOW_CODECS[preset] | {"codec_links": links}
     run = Run(case=models.mlp, config=ShardConfig.preset(preset, topology=REAL, **options), steps=2)
     real = ranks(8, train_quantized, run, ranks_per_node=2)

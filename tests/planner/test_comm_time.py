@@ -92,16 +92,3 @@ def test_times_between_sizes_are_in_proportion_and_beyond_them_on_the_last_line(
 ) -> None:
     assert interpolate([(10, 1.0), (20, 2.0), (40, 8.0)], num_bytes) == pytest.approx(expected)
     assert interpolate([(10, 1.0)], num_bytes) == 1.0
-
-
-def test_a_chunk_takes_what_its_size_takes_and_no_less_than_its_share() -> None:
-    """A table with a latency, and one of a link that lets small messages pass faster."""
-    for table, expected in (((1000, 1.0), (2000, 1.5)), 1.0), (((1000, 0.1), (2000, 1.5)), 0.75):
-        stage = MeasuredStage(collective=ALL_GATHER, link="inter_node", size=8, ranks_of_node=1, seconds_by_bytes=table)
-        cluster = dataclasses.replace(tiny_cluster(nodes=8, ranks_per_node=4), measured_stages=(stage,))
-        work = CodecWork(codec=Codec(bits=8), encoded_numel=2000, decoded_numel=2000)
-        whole = HopTraffic(ALL_GATHER, "inter_node", 8, torch.float32, 2000, codec_work=work)
-        times = CommTime(cluster, (INTRA, INTER))
-        assert times.of_chunk(whole, 2).seconds == pytest.approx(expected)
-        assert times.of_chunk(whole, 1) == times.of(whole)
-        assert times.of_chunk(whole, 2).encode_seconds == pytest.approx(times.of(whole).encode_seconds / 2)

@@ -132,9 +132,8 @@ class PeerMemoryCommunicator:
         others = [index for index in range(transport.size) if index != transport.index]
         received = {index: views.views_of(self._workspace.allocate(out.numel(), views.dtype)) for index in others}
         targets = {index: GatherTarget(parts, out.numel(), views.dtype) for index, parts in received.items()}
-        pending = transport.all_to_all_scattered(targets, inputs.sources, tag)
+        transport.all_to_all_scattered(targets, inputs.sources, tag).wait()
         for index in range(transport.size):
-            pending.wait_recv(index)
             parts = received.get(index, inputs.local_parts)
             if not sums:  # a rank after the last row, whose slice is all padding
                 continue
@@ -142,4 +141,3 @@ class PeerMemoryCommunicator:
                 torch._foreach_add_(sums, parts)
             else:
                 torch._foreach_copy_(sums, parts)
-        pending.wait()

@@ -1,4 +1,4 @@
-"""Do chunks overlap between the stages of a collective, and do links and the device slow each other?"""
+"""Stages of a collective run one after the other; links and the device slow each other."""
 
 import dataclasses
 import itertools
@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.comm.route import chunks_of, num_all_gather_chunks
-from mics_strategy.comm.traffic import all_gather_traffic
 from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
@@ -40,52 +38,23 @@ def cluster(backend: str = "gloo") -> Cluster:
     )
 
 
-def gather(axis: str, stage: int, num_chunks: int) -> PlannedCollective:
+def gather(axis: str, stage: int) -> PlannedCollective:
     return PlannedCollective(
         *("all_gather", axis, 2, torch.float32, 8 * MIB, 4 * MIB, "", "forward", 0, "param_all_gather"),
         stage=stage,
-        num_chunks=num_chunks,
     )
 
 
-@pytest.mark.parametrize(("num_chunks", "seconds"), [(1, 1.2), (2, 1.0), (4, 0.9), (8, 0.85)])
-def test_chunks_of_the_faster_stage_hide_behind_the_slower_one(num_chunks: int, seconds: float) -> None:
+@pytest.mark.parametrize("second_stage", [0, 1], ids=["two collectives", "two stages"])
+def test_stages_and_collectives_of_a_unit_run_one_after_the_other(second_stage: int) -> None:
     topology = Topology(ranks_per_node=2)
     axes = resolve_scopes(ShardConfig.preset("zero3"), topology, 4).axes
-    collectives = (gather("inter_node", 0, num_chunks), gather("intra_node", 1, num_chunks))
-    order = StepOrder(forward=(0,), backward=(0,), num_micro_steps=1)
-    rules = StepRules(overlap=frozenset(), prefetch=1, sync_axes=frozenset(), comm_time=CommTime(cluster(), axes))
-    unit = UnitTime(name="", forward_s=0.0, recompute_s=0.0, backward_s=0.0)
-    tasks = step_tasks(Plan(collectives=collectives, num_micro_steps=1), order, (unit,), 0.0, rules)
-    assert max(run(tasks.tasks).end_s) == pytest.approx(seconds)
-
-
-def test_two_collectives_of_a_unit_are_not_mixed() -> None:
-    """A synchronization between nodes and a gather inside them are two collectives of one stage each."""
-    topology = Topology(ranks_per_node=2)
-    axes = resolve_scopes(ShardConfig.preset("mics"), topology, 4).axes
-    collectives = (gather("inter_node", 0, 8), gather("intra_node", 0, 8))
+    collectives = (gather("inter_node", 0), gather("intra_node", second_stage))
     order = StepOrder(forward=(0,), backward=(0,), num_micro_steps=1)
     rules = StepRules(overlap=frozenset(), prefetch=1, sync_axes=frozenset(), comm_time=CommTime(cluster(), axes))
     unit = UnitTime(name="", forward_s=0.0, recompute_s=0.0, backward_s=0.0)
     tasks = step_tasks(Plan(collectives=collectives, num_micro_steps=1), order, (unit,), 0.0, rules)
     assert max(run(tasks.tasks).end_s) == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize("codec", ["none", "int8"])
-@pytest.mark.parametrize("links", ["slow", "all"])
-def test_a_plan_has_the_chunks_of_the_route(codec: str, links: str) -> None:
-    topology = Topology(ranks_per_node=2)
-    config = ShardConfig.preset("zero3", weight_codec=codec, codec_links=links)
-    route = resolve_scopes(config, topology, 4).route("param_all_gather", 64 * MIB)
-    assert route is not None
-    numel = 16 * MIB
-    num_chunks = num_all_gather_chunks(route, numel, torch.float32)
-    assert num_chunks == 8
-    encoded = route.all_gather_codec
-    shard = numel // 4 if encoded is None else encoded.encoded_bytes(numel // 4)
-    assert num_chunks == len(chunks_of(route, shard, 4 if encoded is None else 1))
-    assert len(all_gather_traffic(route, numel, torch.float32)) == 2
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "zero1", "zeropp-hpz", "paro-iig", "ddp"])
@@ -97,16 +66,8 @@ def test_stages_of_a_collective_are_on_axes_of_their_own(preset: str) -> None:
     for start, end in itertools.pairwise([*starts, len(collectives)]):
         stages = collectives[start:end]
         assert [planned.stage for planned in stages] == [*range(len(stages))]
-        assert len({(planned.unit, planned.phase, planned.num_chunks) for planned in stages}) == 1
+        assert len({(planned.unit, planned.phase) for planned in stages}) == 1
         assert len({(planned.axis, planned.collective) for planned in stages}) == len(stages)
-
-
-def test_only_gloo_sends_in_chunks() -> None:
-    workload = Workload(model=describe_model("bert-1.5b", 128), global_batch=8, micro_batch=1, recompute=False)
-    steps = {backend: simulate(workload, cluster(backend), ShardConfig.preset("zero3")) for backend in ("gloo", "nccl")}
-    assert {planned.num_chunks for planned in steps["nccl"].job.plan(1).collectives} == {1}
-    assert steps["gloo"].sent_bytes == steps["nccl"].sent_bytes
-    assert steps["gloo"].step_s < steps["nccl"].step_s
 
 
 def test_a_link_and_the_device_slow_each_other() -> None:
