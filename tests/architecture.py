@@ -16,7 +16,6 @@ MAX_PARAMETERS = 6
 MAX_ATTRIBUTES = 15
 # Tables of fields: what a user may set, what Lightning has.
 HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
-MAX_FIRST_LINE = 80  # of a docstring, without quotes and indentation
 MAX_CHAIN = 17  # modules that an import loads one after the other
 
 # A module may import its own layer and those above it in this table. The longest prefix counts;
@@ -428,17 +427,6 @@ def check_names(sources: Iterable[Source]) -> list[str]:
         if source.module in ONE_DOCSTRING and len(source.tree.body) > 1:
             violations.append(source.at(source.tree.body[1], "more than a docstring"))
     return violations
-
-
-def check_first_lines(sources: Iterable[Source]) -> list[str]:
-    """Docstrings begin with one short line."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [(source, node) for source in sources for node in ast.walk(source.tree) if isinstance(node, kinds)]
-    return [
-        source.at(node.body[0], f"the docstring's first line has {length} characters, at most {MAX_FIRST_LINE}")
-        for source, node in nodes
-        if (length := len((ast.get_docstring(node) or "").partition("\n")[0])) > MAX_FIRST_LINE
-    ]
 
 
 def check_public_names(sources: Iterable[Source]) -> list[str]:

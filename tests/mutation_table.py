@@ -486,9 +486,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="a gradient is copied out of its own place",
         old="table[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel].reshape(-1)",
         new="table[:, : param_slice.chunk_numel].reshape(-1)",
-        tests=(
-            "tests/engine/test_coalesce.py",
-        ),
+        tests=("tests/engine/test_coalesce.py",),
     ),
     Mutation(
         area="optimizer locality",

@@ -186,7 +186,9 @@ class Stages:
             full = self._workspace.allocate(full.numel(), wire)
         slices = full.view(self._route.num_slices, -1)
         if isinstance(slowest, QuantizedAlgorithm):
-            yield from self._gather_sums(slowest, table, slices, wire, tensor.dtype, tag, residuals[0])
+            total = self._workspace.allocate(table.numel() // size, tensor.dtype)
+            yield from slowest.reduce_scatter(total, table, wire, False, tag, residuals[0])
+            yield from self._gather_sums(slowest, total, slices, tag, residuals[0])
         else:
             yield from slowest.all_reduce(table, wire, tensor.dtype, tag)
             if wire != dtype and not is_last:
@@ -198,27 +200,21 @@ class Stages:
     def _gather_sums(
         self,
         slowest: QuantizedAlgorithm,
-        table: torch.Tensor,
+        total: torch.Tensor,
         slices: torch.Tensor,
-        wire: torch.dtype,
-        dtype: torch.dtype,
         tag: int,
         residual: torch.Tensor | None,
     ) -> Steps:
-        """All-reduce a table over the slowest links, and all-gather the encoded sums.
+        """Encode this rank's share of the sum, and all-gather the shares.
 
         Args:
             slowest: Algorithm of the slowest links.
-            table: [n], this rank's slice.
+            total: [n / size of the slowest stage], the sum of this rank's share of its slice.
             slices: [slices, n]; overwritten.
-            wire: Dtype of unquantized payloads.
-            dtype: Dtype of the sum before it is sent.
             tag: Tag of the collective, the same on all ranks.
             residual: Residual of the slice; None without feedback.
         """
         num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
-        total = self._workspace.allocate(table.numel() // size, dtype)
-        yield from slowest.reduce_scatter(total, table, wire, False, tag, residual)
         payloads = self._allocate_payloads(slowest.quantizer, num_encoded, total.numel())
         own = self.index % len(payloads)
         total_residual = None if residual is None else residual.view(size, -1)[slowest.transport.index]
