@@ -1,6 +1,8 @@
 """Do the examples and commands of the guides in docs/ run?"""
 
+import contextlib
 import dataclasses
+import io
 import os
 import re
 import shlex
@@ -49,6 +51,19 @@ def test_the_fabric_example_runs_on_four_ranks(ranks: RankPool) -> None:
     code = example("lightning", "Fabric(")
     assert "device=fabric.device" in code
     ranks(4, run_fabric, code, default_group=False)
+
+
+def printed_by(ctx: RankContext, code: str) -> str:
+    """What a rank prints that runs a script of its own."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "reading.md", "exec"), {})
+    torch.distributed.destroy_process_group()
+    return printed.getvalue()
+
+
+def test_the_exercise_of_the_reading_hour_has_the_answer_beside_it(ranks: RankPool) -> None:
+    [answer] = blocks("reading", "text")
+    assert ranks(4, printed_by, blocks("reading")[0], default_group=False)[0] == answer
 
 
 def run_twice(ctx: RankContext, code: str, folder: Path) -> list[int]:

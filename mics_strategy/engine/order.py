@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
     from mics_strategy.engine.unit import Unit
 
+# [Note: The clock of a backward]
+#
+# Autograd says when it enters the backward of a unit (a gradient of the unit's outputs arrives), but not when it leaves
+# it. The engine counts the beginnings and ends of forwards, and a backward runs through that time in reverse:
+#
+#     root     |1---------------------------8|        root:   enter 1, leave 8
+#     block 0     |2---3|                             block 0: enter 2, leave 3
+#     block 1              |4---5|                    block 1: enter 4, leave 5
+#     block 0                       |6---7|           block 0: enter 6, leave 7   (shared weights, called twice)
+#     clock   ------------------------------>
+#     backward <-----------------------------
+#
+# When the call (enter 2, leave 3) is entered, every forward with enter > 3 is behind the backward: block 1 is
+# resharded and, as no call of it is pending, its first hop may start. The root (enter 1) is not: it encloses the call.
+# Block 0 was entered at 6 already, but its gradients are complete only behind its earliest call:
+# `Unit.earliest_enter`, which is 2.
+#
+# A call between two entered ones was skipped (its loss was not used). `PendingBackwards.pop_until` yields these,
+# because other ranks may run them and need this rank in their collectives.
+
 
 @dataclass(slots=True, eq=False)
 class ForwardCall:
@@ -91,7 +111,7 @@ class PendingBackwards:
         """
         if call not in self.calls:
             return
-        while True:
+        while True:  # calls that ended later were skipped by this backward; see [Note: The clock of a backward]
             last = self._pop()
             if last is call:
                 return

@@ -86,7 +86,7 @@ class Engine:
         self._pending = PendingBackwards()
         self._global_order = GlobalOrder(units)
         self._keeps_params_unsharded = reducer.groups.param_comm is None
-        self._clock = 0  # counts entries into and exits from forwards
+        self._clock = 0  # counts beginnings and ends of forwards; see [Note: The clock of a backward] in `order`
         self._in_backward = False
         self._pass = TrainingPass()
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
@@ -153,7 +153,7 @@ class Engine:
             call.graph_task = backward
             for other in self._pending.pop_until(call):
                 self._gather_for_peers(other, call)
-                if other.enter < call.enter:  # around this call: autograd runs it without its outputs' hooks
+                if other.enter < call.enter:  # it encloses this call: autograd runs it without its outputs' hooks
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
             _check_unchanged(call)
@@ -312,6 +312,7 @@ class Engine:
         claimed = {unit.slot for unit in self._pass.recomputed}
         for unit in upcoming:
             resident = unit.slot.resident
+            # The gather would overwrite the resident, which a unit in its forward or backward still reads.
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
             if unit is not current and resident is not current and is_free and unit.slot not in claimed:
                 yield unit
@@ -328,6 +329,8 @@ class Engine:
         self.reducer.groups.record_backward()
         self.order.freeze()
         self._pending.mark_earliest_enters()
+        # All ranks must start first hops in one order. Where parameters and gradients are sharded, all run the same
+        # units, and these say it. Elsewhere ranks may differ, and only the order that they have agreed on will do.
         turns = self._global_order.units[::-1]
         order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
         ran = self._pass.checkpointed | self._pending.skipped

@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 
 Op = Callable[[], Work | None]
 
+# [Note: Who waits for what on CUDA]
+#
+#     current stream   forward 0 ......... | forward 1 ......... | forward 2
+#                        |launch             ^ wait
+#                        v wait_stream       | event
+#     all_gather         [gather 1 copy-in, NCCL, copy-out]--+ [gather 2 ...
+#                                                 ^ waits for the events of NCCL's own stream
+#
+# 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
+#    kernels there still read. So a gather must be launched before the forward under which it shall run, and its slot
+#    must be free by then: `Engine._free_to_prefetch`.
+# 2. Whoever needs the result waits for the chain's event, on its own stream: the host never blocks. The host might free
+#    memory that a chain still reads, so the chain keeps it alive until somebody has waited (`_keepalive`).
+# 3. `has_completed` is False on CUDA: a rank that acted on what has completed would launch in another order than its
+#    peers, and NCCL would wait for ever.
+# 4. With codecs, the part of a chain before its first collective runs on the encoding stream, which waits for the
+#    current stream alone. The rest waits for it, and for what is on the side stream already.
+
 
 class OpChain:
     """Ops submitted to one stream, in flight until `wait`.
