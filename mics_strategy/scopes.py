@@ -37,6 +37,12 @@ COLLECTIVES = {
     "second_hop_all_reduce": ALL_REDUCE,
 }
 ROLES = tuple(COLLECTIVES)
+STREAMS = {  # roles by the stream, or queue, of their collectives
+    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
+    "reduce": ("grad_reduce_scatter",),
+    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
+}
+STREAM_OF = {role: stream for stream, roles in STREAMS.items() for role in roles}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

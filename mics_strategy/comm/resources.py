@@ -38,19 +38,14 @@ from mics_strategy.comm.transport import (
 )
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
+from mics_strategy.scopes import STREAM_OF, STREAMS
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Route
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
-_QUEUES = {  # roles by queue
-    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
-    "reduce": ("grad_reduce_scatter",),
-    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
-}
-
-_FAMILIES = {**_QUEUES, "control": ("control", "shard", "replicate")}  # roles by stream
+_FAMILIES = {**STREAMS, "control": ("control", "shard", "replicate")}  # roles whose ranks share a group
 
 
 class CommResources:
@@ -84,7 +79,7 @@ class CommResources:
         self.number = _count_models()
         self.process_id = os.getpid()
         self.watchdog = DesyncWatchdog(str(self.number), self.rank)
-        self.workspaces = {queue: Workspace() for queue in _QUEUES}
+        self.workspaces = {stream: Workspace() for stream in STREAMS}
         self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
         self._threads: dict[str, CommThread] = {}
@@ -128,7 +123,7 @@ class CommResources:
     def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
         stages = span.split_by_link()[::-1] if len(route.hops) > 1 else (span,)
         transports = [self._transport(role, stage) for stage in stages]
-        queue = next(queue for queue, roles in _QUEUES.items() if role in roles)
+        queue = STREAM_OF[role]
         binding = RouteBinding(
             route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
         )

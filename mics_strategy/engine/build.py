@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
@@ -21,7 +22,7 @@ from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.feedback import make_feedback
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.layout import BucketSpec, make_layout, num_first_hop_chunks, split_into_buckets
-from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
@@ -135,7 +136,7 @@ def _lent(specs: list[BucketSpec], slot: Slot, context: BuildContext) -> list[Un
     sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs]
     poisons, buffer = context.config.check == "poison", slot.buffer
     if poisons:
-        buffer = context.memory.zeros("poisoned parameters", packed_bytes(sizes), torch.uint8, context.device)
+        buffer = context.memory.zeros("poisoned parameters", aligned_bytes(*sizes), torch.uint8, context.device)
     return [
         UnshardedParams(spec, view, poisons=poisons)
         for spec, view in zip(specs, carve_views(buffer, sizes), strict=True)
@@ -193,9 +194,8 @@ def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: Buil
         seen[module.depth] += 1
     slots: dict[int, Slot] = {}
     for indices in bound.values():
-        size = max(
-            packed_bytes([(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
-        )
+        sizes = [[(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs[index]] for index in indices]
+        size = max(aligned_bytes(*of_unit) for of_unit in sizes)
         slot = Slot(context.memory.zeros("slots", size, torch.uint8, context.device), is_shared=len(indices) > 1)
         slots.update(dict.fromkeys(indices, slot))
     return [slots[index] for index in range(len(modules))]
@@ -269,9 +269,9 @@ def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext
         staged = [[bucket] for unit in units for bucket in unit.buckets if bucket.needs_staging]
     else:
         staged = [unit.buckets for unit in units if unit.needs_staging]
-    flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
+    flat = [aligned_bytes(*((b.layout.full_numel, b.spec.param_dtype) for b in buckets)) for buckets in staged]
     num_flat = 1 if groups.is_stream_ordered else count
-    cast = [packed_bytes([bucket.cast_shard_spec for bucket in unit.buckets]) for unit in units]
+    cast = [aligned_bytes(*(bucket.cast_shard_spec for bucket in unit.buckets)) for unit in units]
     buckets = [bucket for unit in units for bucket in unit.buckets]
     sends_syncs = groups.trainable_placement.sync_comm is not None
     needs_cast = any(b.casts_each_gather or (sends_syncs and b.needs_cast) for b in buckets)
@@ -335,7 +335,7 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradSt
         )
         for bucket, count in zip(buckets, counts, strict=True)
     ]
-    num_bytes = max((packed_bytes([size]) for size in sizes), default=0)
+    num_bytes = max((aligned_bytes(size) for size in sizes), default=0)
     staging = context.memory.zeros("gradient staging buffers", num_bytes, torch.uint8, context.device)
     return [
         GradStaging(buffer=carve_views(staging, [size])[0], num_chunks=count)
@@ -352,7 +352,7 @@ def _reducer_buffers(
         for index, unit_gradients in gradients.items()
     }
     needs_flat = groups.grad_comm is not None and not groups.shares_gradient_staging
-    flat = {index: packed_bytes(sizes[index]) if needs_flat else 0 for index in gradients}
+    flat = {index: aligned_bytes(*sizes[index]) if needs_flat else 0 for index in gradients}
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:
         by_depth[modules[index].depth].append(index)

@@ -13,7 +13,6 @@ common one (`StagingPool`), and zeros for a unit without gradients on this rank 
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout
     from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 
-_ALIGN_BYTES = 64
 _HUGE_PAGE_BYTES = 2**21
 _MADV_HUGEPAGE = 14  # of Linux
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -98,11 +97,6 @@ def arena(
     return pieces
 
 
-def packed_bytes(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Bytes of a buffer that holds all of `sizes` one after the other, each aligned."""
-    return sum(math.ceil(numel * dtype.itemsize / _ALIGN_BYTES) * _ALIGN_BYTES for numel, dtype in sizes)
-
-
 def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     """Typed views of a byte buffer, one after the other, each aligned.
 
@@ -114,7 +108,7 @@ def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) 
         for numel, dtype in sizes:
             piece = buffer.data[start : start + numel * dtype.itemsize]
             views.append(piece.view(dtype).data)
-            start += packed_bytes([(numel, dtype)])
+            start += aligned_bytes((numel, dtype))
     return views
 
 
@@ -127,7 +121,7 @@ class CachedViews:
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
         self._sizes = sizes
-        self._num_bytes = packed_bytes(sizes)
+        self._num_bytes = aligned_bytes(*sizes)
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:

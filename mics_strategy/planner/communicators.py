@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
 from mics_strategy.comm.scratch import all_gather_scratch_bytes, all_reduce_scratch_bytes, reduce_scatter_scratch_bytes
 from mics_strategy.comm.workspace import aligned_bytes
-from mics_strategy.scopes import COLLECTIVES
+from mics_strategy.scopes import COLLECTIVES, STREAM_OF
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
     from mics_strategy.comm.route import Route, SizedRoutes
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
-
-_STREAMS = {  # roles by stream
-    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
-    "reduce": ("grad_reduce_scatter",),
-    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
-}
-_STREAM_OF = {role: stream for stream, roles in _STREAMS.items() for role in roles}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +54,7 @@ def comm_layout(scopes: Scopes) -> CommLayout:
     groups = {("control", scopes.span(1, scopes.world_size)), ("control", scopes.span(1, scopes.optimizer))}
     groups.add(("control", scopes.span_of("second_hop_all_reduce")))
     encoded = set()
-    for role, stream in _STREAM_OF.items():
+    for role, stream in STREAM_OF.items():
         for route in (route for sized in routes[role] for route in _both(sized)):
             groups |= {(stream, span) for span in _spans(route, role, scopes)}
             encoded |= {stream} if route.is_quantized else set()
@@ -95,7 +88,7 @@ class Workspaces:
 
     def __init__(self, comms: CommLayout) -> None:
         self._comms = comms
-        self._largest = dict.fromkeys(_STREAM_OF.values(), 0)
+        self._largest = dict.fromkeys(STREAM_OF.values(), 0)
 
     def reserve(self, role: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce a collective.
@@ -118,7 +111,7 @@ class Workspaces:
             self._keep(role, aligned_bytes(*((shard_numel * count, wire) for count in rows)))
 
     def _keep(self, role: str, num_bytes: int) -> None:
-        stream = _STREAM_OF[role]
+        stream = STREAM_OF[role]
         self._largest[stream] = max(self._largest[stream], num_bytes)
 
     @property

@@ -13,8 +13,9 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from mics_strategy import ShardConfig, Sharded, shard
+from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.engine.layout import make_layout
-from mics_strategy.engine.memory import MemoryTracker, packed_bytes
+from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import find_units
 from tests import models
 from tests.engine.training import Run, forget_meshes, start
@@ -146,7 +147,7 @@ def test_parameters_in_another_dtype_are_kept_only_where_fewer_ranks_share_them(
     assert ("unsharded parameters" in purposes) is (params == 1)
     num_cast = 1 if params < optimizer else 2 if params > 1 else 0  # a unit is synced, or gathered while one computes
     largest = max(_numel_by_unit(models.transformer(), optimizer)) // optimizer
-    assert purposes.get("cast staging buffers", 0) == num_cast * packed_bytes([(largest, torch.bfloat16)])
+    assert purposes.get("cast staging buffers", 0) == num_cast * aligned_bytes((largest, torch.bfloat16))
 
 
 def _unit_bytes(case: models.Case, ranks: int) -> list[int]:

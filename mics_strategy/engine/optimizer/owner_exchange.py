@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, assign_owners
-from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views
 
 if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
@@ -123,7 +124,7 @@ class OwnerExchange:
         for parameter, value, grad in zip(parameters, values, grads, strict=True):
             self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
-        staging = max((packed_bytes(self._staging_sizes(bucket, TENSORS_TO_OWNERS)) for bucket in buckets), default=0)
+        staging = max((aligned_bytes(*self._staging_sizes(bucket, TENSORS_TO_OWNERS)) for bucket in buckets), default=0)
         self._staging = StagingPool(memory, "owner staging buffers", min(2, len(buckets)), staging, device)
         self._empty = torch.empty(0, device=device)
 
