@@ -108,27 +108,48 @@ def test_units_run_forward_and_backward_in_the_order_that_spies_see(ranks: RankP
     assert Category.OPTIMIZER in order
 
 
-def step_times(ctx: RankContext) -> tuple[float, float, float]:
-    """Wall time of two steps, as measured; the sum of the parts; the length of the row."""
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Nanoseconds of the host's clock, by the test, around what a profile of two steps records; and its row."""
+
+    before_profile: int
+    after_profile: int
+    step_bodies: list[int]  # of all steps: the end of what is inside their hooks
+    step_calls: list[int]  # their returns
+    row: tuple[Interval, ...]
+    parts_s: float
+    step_s: float
+
+
+def times_around_steps(ctx: RankContext) -> Times:
     training = Training(ctx.rank)
-    ends: list[float] = []
+    bodies, calls, now = list[int](), list[int](), time.perf_counter_ns
     # torch calls it after the body of a step; hooks come later, when the profile has been made
-    training.optimizer._optimizer_step_code = lambda: ends.append(time.perf_counter())  # type: ignore[method-assign]
+    training.optimizer._optimizer_step_code = lambda: bodies.append(now())  # type: ignore[method-assign]
     training.step()
+    before_profile = now()
     profile = training.sharded.profile(steps=2)
-    start = time.perf_counter()
+    after_profile = now()
     for _ in range(2):
         time.sleep(0.1)
         training.step(micro_steps=2)
-    result = profile.result
-    parts = sum(part.seconds for part in result.timeline.parts(ctx.rank))
-    return ends[-1] - start, 2 * parts, 2 * result.step_s
+        calls.append(now())
+    timeline = profile.result.timeline
+    parts_s = 2 * sum(part.seconds for part in timeline.parts(ctx.rank))
+    row = timeline.rows_of(ctx.rank)[0].intervals
+    return Times(before_profile, after_profile, bodies[1:], calls, row, parts_s, 2 * profile.result.step_s)
 
 
 def test_parts_add_up_to_the_measured_step(ranks: RankPool) -> None:
-    for measured, parts, row in ranks(4, step_times, ranks_per_node=2):
-        assert parts == pytest.approx(row, rel=1e-6)
-        assert parts == pytest.approx(measured, rel=0.02)
+    """What is recorded lies between times that the test takes just inside and just outside it."""
+    for times in ranks(4, times_around_steps, ranks_per_node=2):
+        start_s, end_s = times.row[0].start_s, times.row[-1].end_s
+        assert [times.parts_s, times.step_s] == pytest.approx([end_s - start_s] * 2, rel=1e-6)  # the same intervals
+        behind_update = itertools.dropwhile(lambda interval: interval.key.category is not Category.OPTIMIZER, times.row)
+        second_start_s = next(interval.start_s for interval in behind_update if interval.key.category is Category.DATA)
+        recorded_s = [second_start_s - start_s, end_s - start_s]
+        for seconds, body, call in zip(recorded_s, times.step_bodies, times.step_calls, strict=True):
+            assert (body - times.after_profile) * 1e-9 <= seconds <= (call - times.before_profile) * 1e-9
 
 
 class Recomputed(nn.Module):
