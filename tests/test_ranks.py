@@ -144,12 +144,14 @@ def test_dtensors_work_in_one_job_after_the_other(ranks: RankPool) -> None:
         assert ranks(4, _dtensor_sum) == [56.0] * 4
 
 
-def test_failure_on_one_rank_is_reported_and_the_next_job_works(ranks: RankPool) -> None:
-    start_s = time.monotonic()
+def test_failure_on_one_rank_is_reported_and_the_next_job_works(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.ranks.GRACE_S", 100.0)
     with pytest.raises(RankError, match=r"rank 1: KeyError: 'only here'") as caught:
         ranks(4, _fail_on_rank_1)
     error = caught.value
-    assert time.monotonic() - start_s < 4
+    assert TimeoutError not in map(type, error.by_rank.values()), "the others were told at once"
     assert next(iter(error.by_rank)) == 1
     assert type(error.by_rank[1]) is KeyError
     assert "_fail_on_rank_1" in error.tracebacks[1]

@@ -1,5 +1,6 @@
 """Do simulated ranks behave like ranks?"""
 
+import math
 import os
 import random
 import time
@@ -199,16 +200,21 @@ def test_each_rank_has_its_own_environment() -> None:
     assert "RANK" not in os.environ
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends because it took long; but for pytest, which fails what hangs."""
+    monkeypatch.setattr("tests.simulated.STOP_S", math.inf)
+
+
+@pytest.mark.usefixtures("_patient")
 def test_failure_on_one_rank_stops_the_others_and_names_only_it() -> None:
     def job(ctx: RankContext) -> None:
         if ctx.rank == 5:
             raise KeyError("only here")
         dist.barrier()
 
-    start_s = time.monotonic()
     with pytest.raises(RankError, match="rank 5: KeyError") as caught:
-        simulate(8, job)
-    assert time.monotonic() - start_s < 3
+        simulate(8, job, timeout_s=math.inf)
     assert list(caught.value.by_rank) == [5]
 
 
@@ -223,37 +229,36 @@ def test_failure_on_every_rank_is_seen_on_every_rank(num_barriers: int) -> None:
         raises_on_every_rank(lambda: simulate(8, job), ValueError, "likes")
 
 
+@pytest.mark.usefixtures("_patient")
 def test_a_collective_that_fails_stops_the_others_at_once() -> None:
     def job(ctx: RankContext) -> None:
         all_gather(torch.empty(3), torch.ones(1))  # for 4 ranks
 
-    start_s = time.monotonic()
     with pytest.raises(RankError) as caught:
-        simulate(4, job)
-    assert time.monotonic() - start_s < 3
+        simulate(4, job, timeout_s=math.inf)
     assert caught.value.by_rank
 
 
+@pytest.mark.usefixtures("_patient")
 def test_collective_missing_on_one_rank_is_found_at_once() -> None:
     def job(ctx: RankContext) -> None:
         if ctx.rank != 2:
             dist.barrier()
 
-    start_s = time.monotonic()
     with pytest.raises(RankError, match="waits for ranks that do not come") as caught:
-        simulate(4, job)
-    assert time.monotonic() - start_s < 3
+        simulate(4, job, timeout_s=math.inf)
     assert sorted(caught.value.by_rank) == [0, 1, 3]
     assert "dist.barrier()" in caught.value.tracebacks[0]
 
 
+@pytest.mark.usefixtures("_patient")
 def test_group_made_on_one_rank_only_is_found_at_once() -> None:
     def job(ctx: RankContext) -> None:
         if ctx.rank == 0:
             dist.new_group([0, 1])
 
     with pytest.raises(RankError, match="waits for ranks that do not come") as caught:
-        simulate(4, job)
+        simulate(4, job, timeout_s=math.inf)
     assert list(caught.value.by_rank) == [0]
 
 
