@@ -1,5 +1,6 @@
 """What every test gets: ranks, seeds, and a check that it leaves nothing behind."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 # torch.cuda.is_available() in a test module must not start the CUDA runtime.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+try:
+    ctypes.CDLL("libnvidia-ml.so.1")  # of the driver, which that check asks
+except OSError:  # it would ask the CUDA runtime, after which no process may be forked
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Before pyarrow is imported, by transformers where `datasets` is installed: no thread that tidies its memory.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 # Before huggingface_hub is imported: TRL would tell it of every Trainer.

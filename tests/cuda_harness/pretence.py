@@ -27,6 +27,7 @@ from tests.cuda_harness.works import Works, watched
 
 NUM_DEVICES = 2
 _CPU = torch.device("cpu")
+_NOT_CAPTURING = SimpleNamespace(is_capturing=lambda: False)
 
 
 @contextmanager
@@ -44,6 +45,8 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _use_device))
+        capturing = _or_original(lambda device=None: _NOT_CAPTURING, torch.accelerator.current_stream)  # torch >= 2.14
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", capturing))
         for name, fake in (("range_start", lambda _: 1), ("range_end", lambda _: None)):
             stack.enter_context(
                 mock.patch.object(torch.cuda.nvtx, name, _or_original(fake, getattr(torch.cuda.nvtx, name)))
