@@ -53,6 +53,7 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_every_recipe_and_no_package_of_a_common_name(wheel: Path, repository: Path):
     names = zipfile.ZipFile(wheel).namelist()
+    assert "mics_strategy/py.typed" in names
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"mics_strategy", "mics_strategy_autoload"}
     files = (file for pattern in ("*.py", "*.yaml", "*.j2") for file in (repository / "recipes").rglob(pattern))
