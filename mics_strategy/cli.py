@@ -1,13 +1,7 @@
-"""The command ``mics``.
+"""The command ``mics``, and those of its subcommands that are small.
 
-``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
-to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
-the memory that each rank of a job would need. ``mics calibrate`` measures a cluster for the planner; a launcher starts
-it on all ranks. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
-recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
-training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
-``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
-``mics plan`` chooses the fastest sharding of a model on a cluster without a GPU, ``mics simulate`` plays a step of it.
+``mics --help`` lists them. They need neither ranks nor a GPU but for ``pretrain``, ``fidelity`` and ``calibrate``. What
+a subcommand needs is imported when it runs.
 """
 
 from __future__ import annotations
@@ -16,23 +10,14 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from mics_strategy import calibrate_cli, estimate_cli
-from mics_strategy.checkpoint import atomic
-from mics_strategy.checkpoint.export import Export, export_safetensors
-from mics_strategy.checkpoint.safe_reader import SafeReader
 from mics_strategy.errors import MiCSError
-from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
+from mics_strategy.version import install_advice, package_version
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BAR = 30  # characters
-
 
 _PROGRAMS = {  # of the recipes, which parse their options themselves
     "pretrain": "pretrain",
@@ -45,51 +30,60 @@ _PLANNER_PROGRAMS = {  # which parse their options themselves
     "plan": "plan_command",
     "simulate": "simulate_command",
 }
+_COMMANDS = {
+    "plan": "choose the fastest sharding of a model on a cluster: [options]",
+    "estimate": "show the memory that each rank of a job would need",
+    "simulate": "play one step of a configuration on a cluster: [options]",
+    "calibrate": "measure a cluster for the planner, on all ranks",
+    "pretrain": "train a recipe: RECIPE [options], or --list [--json]",
+    "data": "prepare RECIPE [--workers N] [options]: tokenize the text of a recipe",
+    "launch": "print the file that starts a recipe on a cluster: KIND RECIPE",
+    "report": "write the page of a recipe's run: RUN_FOLDER",
+    "export-hf": "write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]",
+    "fidelity": "compare training under each strategy with DDP: [options]",
+    "config": "write the file for accelerate launch, after a few questions",
+    "inspect": "show the contents of a checkpoint, and verify it",
+    "export": "convert the model to safetensors files in Hugging Face's layout",
+}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command's options."""
-    commands_parser = argparse.ArgumentParser(prog="mics", description="Inspects checkpoints and prepares jobs.")
-    commands = commands_parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="show the contents of a checkpoint, and verify it")
-    inspect.add_argument("path", type=Path, help="a checkpoint, or a folder with checkpoints")
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    export = commands.add_parser("export", help="convert the model to safetensors files in Hugging Face's layout")
-    export.add_argument("path", type=Path, help="a checkpoint")
-    export.add_argument("folder", type=Path, help="folder of the new files")
-    export.add_argument(
-        "--prefix",
-        default="",
-        help="prefix of the names to export, which is removed ('model.' for LightningModule.model)",
-    )
-    export.add_argument(
-        "--dtype",
-        choices=sorted(_DTYPES),
-        default=None,
-        help="dtype of floating-point tensors; default: unchanged",
-    )
-    export.add_argument(
-        "--config", type=Path, default=None, help="a config.json to copy, or a folder with it and the tokenizer"
-    )
-    export.add_argument("--file-gb", type=float, default=5.0, help="largest size of a file (1 GB = 1e9 bytes)")
-    config = commands.add_parser("config", help="write the file for accelerate launch, after a few questions")
-    config.add_argument("--output", type=Path, default=Path("mics.yaml"), help="path of the file; default: mics.yaml")
-    config.add_argument("--defaults", action="store_true", help="use the defaults instead of asking")
-    config.add_argument("--force", action="store_true", help="overwrite an existing file")
-    estimate = commands.add_parser("estimate", help="show the memory that each rank of a job would need")
-    estimate_cli.add_options(estimate)
-    calibrate_cli.add_options(commands.add_parser("calibrate", help="measure a cluster for the planner, on all ranks"))
-    commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
-    commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
-    commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
-    commands.add_parser("plan", help="choose the fastest sharding of a model on a cluster: [options]", add_help=False)
-    commands.add_parser("simulate", help="play one step of a configuration on a cluster: [options]", add_help=False)
-    commands.add_parser("report", help="write the page of a recipe's run: RUN_FOLDER", add_help=False)
-    commands.add_parser(
-        "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
-    )
-    commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
+def parser(options_of: Iterable[str] = tuple(_COMMANDS)) -> argparse.ArgumentParser:
+    """Make the parser of the command's options.
+
+    Args:
+        options_of: Commands whose options are wanted; those of some import torch.
+    """
+    commands_parser = argparse.ArgumentParser(prog="mics", description="Plans, trains and exports sharded models.")
+    versions = f"mics_strategy {package_version()}, torch {package_version('torch')}, Python {sys.version.split()[0]}"
+    commands_parser.add_argument("--version", action="version", version=versions)
+    commands = commands_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, add_help=name not in _PROGRAMS | _PLANNER_PROGRAMS)
+        if name in options_of:
+            _add_options(command, name)
     return commands_parser
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    if name in ("estimate", "calibrate"):
+        _module_of(name).add_options(command)
+    elif name == "config":
+        command.add_argument("--output", type=Path, default=Path("mics.yaml"), help="the file; default: mics.yaml")
+        command.add_argument("--defaults", action="store_true", help="use the defaults instead of asking")
+        command.add_argument("--force", action="store_true", help="overwrite an existing file")
+    elif name == "inspect":
+        command.add_argument("path", type=Path, help="a checkpoint, or a folder with checkpoints")
+        command.add_argument("--tensors", action="store_true", help="list every tensor")
+    elif name == "export":
+        dtypes = ("bfloat16", "float16", "float32")
+        command.add_argument("path", type=Path, help="a checkpoint")
+        command.add_argument("folder", type=Path, help="folder of the new files")
+        prefix_help = "prefix of the names to export, which is removed ('model.' for LightningModule.model)"
+        command.add_argument("--prefix", default="", help=prefix_help)
+        command.add_argument("--dtype", choices=dtypes, help="dtype of floating-point tensors; default: unchanged")
+        config_help = "a config.json to copy, or a folder with it and the tokenizer"
+        command.add_argument("--config", type=Path, help=config_help)
+        command.add_argument("--file-gb", type=float, default=5.0, help="largest size of a file (1 GB = 1e9 bytes)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,25 +95,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_planner(_PLANNER_PROGRAMS[given[0]], given[1:])
     if given[:1] == ["data"]:
         return _prepare_data(given[1:])
-    options = parser().parse_args(given)
+    options = parser(given[:1]).parse_args(given)
+    here = {"inspect": _inspect, "export": _export, "config": _configure}
     try:
-        if options.command == "inspect":
-            return _inspect(options.path, is_long=options.tensors)
-        if options.command == "config":
-            return _configure(options.output, is_interactive=not options.defaults, overwrites=options.force)
-        if options.command == "estimate":
-            print("\n".join(estimate_cli.report(options)))
-            return 0
-        if options.command == "calibrate":
-            return calibrate_cli.run(options)
-        dtype = None if options.dtype is None else _DTYPES[options.dtype]
-        file_bytes = int(options.file_gb * 1e9)
-        names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}
-        for file in export_safetensors(options.path, Export(**names, dtype=dtype, file_bytes=file_bytes), _show):
-            print(file)
+        return (here.get(options.command) or _module_of(options.command).run)(options)
     except MiCSError as error:
         print(f"mics {options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _module_of(command: str) -> Any:
+    return importlib.import_module(f"mics_strategy.{command}_cli")
+
+
+def _export(options: argparse.Namespace) -> int:
+    import torch
+
+    from mics_strategy.checkpoint.export import Export, export_safetensors
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    file_bytes = int(options.file_gb * 1e9)
+    names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}
+    for file in export_safetensors(options.path, Export(**names, dtype=dtype, file_bytes=file_bytes), _show):
+        print(file)
     return 0
 
 
@@ -137,8 +135,7 @@ def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
         program: Any = importlib.import_module(f"{_recipes_package()}.{module}")
     except ModuleNotFoundError as error:
         print(
-            f"mics {command}: the recipes need `{error.name}`, which is not installed. Run `pip install "
-            "'mics_strategy[recipes]'`.",
+            f"mics {command}: the recipes need `{error.name}`, which is not installed. {install_advice('recipes')}",
             file=sys.stderr,
         )
         return 1
@@ -170,7 +167,13 @@ def _recipes_package() -> str:
     return "mics_strategy.recipes"
 
 
-def _inspect(path: Path, *, is_long: bool) -> int:
+def _inspect(options: argparse.Namespace) -> int:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from mics_strategy.checkpoint import atomic
+    from mics_strategy.checkpoint.safe_reader import SafeReader
+
+    path = options.path
     if not atomic.is_checkpoint(path) and (checkpoints := atomic.newest_first(path)):
         for checkpoint in checkpoints:
             print(f"{checkpoint.name}: {_summary(checkpoint)}")
@@ -183,7 +186,7 @@ def _inspect(path: Path, *, is_long: bool) -> int:
         numel = sum(saved.size.numel() for saved in entries)
         num_bytes = sum(saved.size.numel() * saved.properties.dtype.itemsize for saved in entries)
         print(f"{part}: {len(entries)} tensors, {numel:,} elements, {num_bytes:,} B")
-    for name, saved in sorted(tensors.items()) if is_long else ():
+    for name, saved in sorted(tensors.items()) if options.tensors else ():
         print(f"  {name} {list(saved.size)} {str(saved.properties.dtype).removeprefix('torch.')}")
     manifest = atomic.read_manifest(path)
     for number, name in enumerate(sorted(manifest.files), 1):
@@ -193,15 +196,19 @@ def _inspect(path: Path, *, is_long: bool) -> int:
     return 0
 
 
-def _configure(path: Path, *, is_interactive: bool, overwrites: bool) -> int:
-    answers = prompt(input, print) if is_interactive else default_answers()
-    write_launch_file(path, answers, overwrites=overwrites)
+def _configure(options: argparse.Namespace) -> int:
+    from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
+
+    path, answers = options.output, default_answers() if options.defaults else prompt(input, print)
+    write_launch_file(path, answers, overwrites=options.force)
     print(f"{path} is written. Start the training on every machine with\n  {launch_line(path, answers)}")
     print(f"train.py needs no change. To try two processes, run `accelerate test --config_file {path}`.")
     return 0
 
 
 def _summary(path: Path) -> str:
+    from mics_strategy.checkpoint import atomic
+
     manifest = atomic.read_manifest(path)
     scopes = ", ".join(f"{name} over {ranks}" for name, ranks in manifest.scopes.items())
     pending = f" and {manifest.pending_micro_steps} unfinished micro-steps" if manifest.pending_micro_steps else ""

@@ -107,15 +107,17 @@ class _Estimate:
     rows: Mapping[str, int]
 
 
-def report(options: Namespace) -> Iterator[str]:
-    """Yield the lines to print.
-
-    Args:
-        options: Parsed options of the command.
+def run(options: Namespace) -> int:
+    """Print the memory; return the exit code.
 
     Raises:
         ConfigError: Options are invalid, or the model does not exist.
     """
+    print("\n".join(_lines(options)))
+    return 0
+
+
+def _lines(options: Namespace) -> Iterator[str]:
     _check(options)
     memory_bytes = _memory_bytes(options)
     fields = {field: getattr(options, name) for field, name in _FIELDS.items()}

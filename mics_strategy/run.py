@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mics_strategy.errors import MiCSError
+from mics_strategy.version import install_advice
 
 _USAGE = (
     "usage: python -m mics_strategy.run SCRIPT [ARGUMENTS]\n       python -m mics_strategy.run -m MODULE [ARGUMENTS]"
@@ -98,7 +99,7 @@ def _problem_of_module(name: str) -> str | None:
 def _load() -> str | None:
     """Enable the adapter; return an error text if that is impossible."""
     if importlib.util.find_spec("accelerate") is None:
-        return "Accelerate is not installed. Run `pip install mics_strategy[accelerate]`."
+        return f"Accelerate is not installed. {install_advice('accelerate')}"
     from mics_strategy.accelerate import launch
 
     try:

@@ -199,8 +199,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, help="nodes; default: the recipe's")
     parser.add_argument("--gpus-per-node", type=int, help="ranks of a node; default: the recipe's")
     parser.add_argument("--shared", help="absolute path of a folder that all nodes share, for checkpoints and tokens")
-    parser.add_argument("--venv", help="virtual environment with mics_strategy[recipes], at the same path on all nodes")
-    parser.add_argument("--container", help="image with mics_strategy[recipes]")
+    parser.add_argument("--venv", help="virtual environment with this package, at the same path on all nodes")
+    parser.add_argument("--container", help="image with this package and its extra `recipes`")
     parser.add_argument("--time", help="time limit, HH:MM:SS or D-HH:MM:SS; default: 24:00:00")
     parser.add_argument("--partition", help="SLURM's partition")
     parser.add_argument("--instance-type", help="AWS instance; default: p5.48xlarge")
@@ -246,8 +246,8 @@ def _check_options(options: argparse.Namespace, kind: Kind, overrides: Sequence[
             raise RecipeError(f"`--{flag}` has no effect on `{options.kind}`. It is read by {readers}. Remove it.")
     if kind.container == "always" and not options.container:
         raise RecipeError(
-            f"`{options.kind}` starts containers, but no image was given. Add `--container=IMAGE`, with "
-            "mics_strategy[recipes] installed in it."
+            f"`{options.kind}` starts containers, but no image was given. Add `--container=IMAGE`, with this package "
+            "and its extra `recipes` installed in it."
         )
     if options.container and options.venv:
         raise RecipeError("`--container` and `--venv` were given. Ranks run in one of them: remove the other.")

@@ -1,6 +1,7 @@
 """Does the command say and do what it is asked, and end with words where it cannot?"""
 
 import argparse
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mics_strategy import __version__
 from mics_strategy.cli import main, parser
 from tests.checkpoint.test_export import saved
 from tests.engine.training import assert_identical
@@ -44,6 +46,23 @@ def test_commands_and_options_are_those_agreed() -> None:
         for name, command in commands.choices.items()
     }
     assert found == OPTIONS
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_what_there_is_and_in_which_version_is_said_without_torch(option: str) -> None:
+    code = (
+        "import sys, mics_strategy.cli\n"
+        f"try: mics_strategy.cli.main([{option!r}])\n"
+        "except SystemExit as end: print('torch' in sys.modules, end.code)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *said, last = child.stdout.splitlines()
+    assert last == "False 0"
+    if option == "--version":
+        assert said == [f"mics_strategy {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
+    else:
+        assert {line.split()[0] for line in said if line.startswith("    ") and line[4] != " "} == {*OPTIONS}
 
 
 def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

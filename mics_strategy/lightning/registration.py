@@ -20,13 +20,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mics_strategy import ShardConfig
-
 if typing.TYPE_CHECKING:
     from mics_strategy.lightning.framework import Framework
 
 T = TypeVar("T")
-_OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
 # Module that makes the registry -> namespace of its classes.
 REGISTRIES = {
     "lightning.pytorch.strategies": "lightning.pytorch",
@@ -84,6 +81,8 @@ def register_in(strategies: ModuleType, namespace: str) -> None:
 
 def names() -> Iterator[tuple[str, dict[str, str]]]:
     """Yield every registered name with its arguments."""
+    from mics_strategy import ShardConfig  # and torch, once Lightning is imported
+
     for preset in (*ShardConfig.PRESETS, "auto"):
         name = "mics" if preset == "mics" else f"mics_{preset.replace('-', '_')}"
         yield name, {"config": preset}
@@ -131,6 +130,8 @@ def expand_signature(initialise: Callable[..., None], framework: Framework) -> i
         initialise: Constructor with ``**overrides``.
         framework: Namespace of the plug-in classes.
     """
+    from mics_strategy import ShardConfig
+
     plugins = {
         "accelerator": framework.accelerator,
         "cluster_environment": framework.cluster_environment,
@@ -148,7 +149,7 @@ def expand_signature(initialise: Callable[..., None], framework: Framework) -> i
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_str_last(options[name] | None)
         )
-        for name in _OPTIONS
+        for name in (field.name for field in dataclasses.fields(ShardConfig))
     ]
     return inspect.Signature(parameters)
 

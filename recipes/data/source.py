@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
 
+from mics_strategy.version import install_advice
+
 from ..errors import RecipeError
 
 Split = Literal["train", "validation"]
@@ -90,8 +92,7 @@ def import_extra(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise RecipeError(
-            f"This source is read with `{name}`, and `{error.name}` is not installed. Run `pip install "
-            "'mics_strategy[recipes]'`."
+            f"This source is read with `{name}`, and `{error.name}` is not installed. {install_advice('recipes')}"
         ) from None
 
 

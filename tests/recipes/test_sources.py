@@ -146,7 +146,7 @@ def test_a_hub_that_cannot_be_reached_says_how_to_go_on(tmp_path: Path, monkeypa
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_wikipedia(tmp_path, num_shards=1, rows=3)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RecipeError, match=r"`datasets` is not installed.*pip install 'mics_strategy\[recipes\]'"):
+    with pytest.raises(RecipeError, match=r"`datasets` is not installed.*[Rr]un `pip install .*`"):
         read_all(DataConfig(source="wikipedia", path=str(tmp_path)))
 
 
