@@ -1,4 +1,6 @@
 PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 VENV := .venv
 STAMP := $(VENV)/.installed
 
@@ -7,13 +9,24 @@ STAMP := $(VENV)/.installed
 
 venv: $(STAMP)
 
+# uv, where it is installed, needs a tenth of pip's time. UV_TORCH_BACKEND=cpu spares a machine without a GPU the
+# libraries of CUDA; VERSIONS= takes the newest versions instead of those known to work together.
+EXTRAS = accelerate,recipes,dev,bench
+VERSIONS ?= -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -e ".[accelerate,recipes,dev,bench]" -c constraints.txt
+	if command -v uv > /dev/null; then \
+	    uv venv --quiet --seed --allow-existing --python $(PYTHON) $(VENV) && \
+	    uv pip install --compile-bytecode --python $(VENV)/bin/python -e ".[$(EXTRAS)]" $(VERSIONS); \
+	else \
+	    $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install -e ".[$(EXTRAS)]" $(VERSIONS); \
+	fi
 	touch $(STAMP)
 
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
+# What they print is passed on line by line, so that no line of one is in a line of another.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+BY_LINE = 2>&1 | sed --unbuffered ""
+SIDE_BY_SIDE = $(MAKE) --jobs=3 --keep-going
 FIRST_HALF = tests/engine/test_[0-9a-o]*.py
 COMM = tests/comm tests/cuda_harness
 ENGINE = tests/engine tests/planner tests/recipes
@@ -23,31 +36,31 @@ SLOW_RECIPES = tests/recipes tests/comm tests/planner tests/cuda_harness
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) $(SLOW_RECIPES:%=--ignore=%)
 
 test: venv
-	@echo "Three parts of the fast tier run side by side; each tells what it found when it ends."
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target test-comm test-engine test-rest
+	@echo "Three parts of the fast tier run side by side; each says how far it is, and at its end what it found."
+	@$(SIDE_BY_SIDE) test-comm test-engine test-rest
 
 test-comm: venv
-	$(TEST) -m "not slow" $(COMM) $(FIRST_HALF)
+	$(TEST) -m "not slow" $(COMM) $(FIRST_HALF) $(BY_LINE)
 
 test-engine: venv
-	$(TEST) -m "not slow" $(ENGINE) --ignore-glob=$(FIRST_HALF)
+	$(TEST) -m "not slow" $(ENGINE) --ignore-glob=$(FIRST_HALF) $(BY_LINE)
 
 test-rest: venv
-	$(TEST) -m "not slow" $(REST)
+	$(TEST) -m "not slow" $(REST) $(BY_LINE)
 
 # Launchers, interpreters, kills, benchmarks and the wide products of parameters.
 test-slow: venv
-	@echo "Three parts of the slow tier run side by side; each tells what it found when it ends."
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target test-slow-engine test-slow-recipes test-slow-rest
+	@echo "Three parts of the slow tier run side by side; each says how far it is, and at its end what it found."
+	@$(SIDE_BY_SIDE) test-slow-engine test-slow-recipes test-slow-rest
 
 test-slow-engine: venv
-	$(TEST) -m slow $(SLOW_ENGINE)
+	$(TEST) -m slow $(SLOW_ENGINE) $(BY_LINE)
 
 test-slow-recipes: venv
-	$(TEST) -m slow $(SLOW_RECIPES)
+	$(TEST) -m slow $(SLOW_RECIPES) $(BY_LINE)
 
 test-slow-rest: venv
-	$(TEST) -m slow $(SLOW_REST)
+	$(TEST) -m slow $(SLOW_REST) $(BY_LINE)
 
 test-all:
 	$(MAKE) test
