@@ -63,7 +63,7 @@ class CommResources:
         rank: Rank of this process.
         number: Number of models that this job has sharded before.
         process_id: Process that has the communication threads. A forked child has none of them.
-        is_point_to_point: Whether tensors are sent point to point, in chunks, instead of by the backend's collectives.
+        is_point_to_point: Whether tensors are sent point to point instead of by the backend's collectives.
         watchdog: Finds out whether ranks have diverged.
         traffic_log: Log of the collectives that were submitted.
         workspaces: Scratch memory by queue.
