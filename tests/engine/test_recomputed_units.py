@@ -40,5 +40,5 @@ def test_ranks_whose_losses_see_different_recomputed_units(ranks: RankPool, buil
     configs = presets(("zeropp-hpz", "paro-igg"), overlap=overlap)
     case = partial(unseen_on_some_ranks, BUILDS[build])
     runs = [Run(case=case, config=config, accumulation=2, steps=3, signal=True) for config in configs]
-    for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):
+    for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=60.0), strict=True):
         assert_same_training(list(outcomes), plain(runs[0], 4))

@@ -137,7 +137,7 @@ def check(results: list[Parameters], parameters: Parameters) -> None:
 @pytest.mark.parametrize(("body", "config", "checkpointed"), CELLS)
 def test_several_losses(ranks: RankPool, body: Any, config: str, checkpointed: str) -> None:
     blocks = CHECKPOINTS[checkpointed]
-    check(ranks(RANKS, train, body, CONFIGS[config], blocks, ranks_per_node=2, timeout_s=25.0), expected(body, blocks))
+    check(ranks(RANKS, train, body, CONFIGS[config], blocks, ranks_per_node=2, timeout_s=60.0), expected(body, blocks))
 
 
 def sum_of_two_without_the_first_block(rank: Rank, step: int) -> None:
@@ -152,7 +152,7 @@ def sum_of_two_without_the_first_block(rank: Rank, step: int) -> None:
 def test_blocks_that_one_backward_recomputes_twice_are_refused(ranks: RankPool, body: Any, blocks: Any) -> None:
     """Their gradients come twice, on ranks that do not skip them."""
     raises_on_every_rank(
-        lambda: ranks(RANKS, train, body, CONFIGS["zero2"], blocks, ranks_per_node=2, timeout_s=25.0),
+        lambda: ranks(RANKS, train, body, CONFIGS["zero2"], blocks, ranks_per_node=2, timeout_s=60.0),
         LifecycleError,
         match="use_reentrant=False",
     )
@@ -237,7 +237,7 @@ def test_what_has_arrived_before_a_failure_counts(
                 expected_sums[name] = expected_sums.get(name, torch.zeros_like(each)) + each.grad / RANKS
     shard_config = CONFIGS.get(config) or ShardConfig.preset(config)
     check(
-        ranks(RANKS, gradients, shard_config, failing, place, skipped, ranks_per_node=2, timeout_s=25.0), expected_sums
+        ranks(RANKS, gradients, shard_config, failing, place, skipped, ranks_per_node=2, timeout_s=60.0), expected_sums
     )
 
 
@@ -254,6 +254,6 @@ def test_a_backward_that_fails(
     ranks: RankPool, failing: frozenset[int], place: str, config: str, num_before: int
 ) -> None:
     results = ranks(
-        RANKS, train_with_failures, failing, place, CONFIGS[config], num_before, ranks_per_node=2, timeout_s=25.0
+        RANKS, train_with_failures, failing, place, CONFIGS[config], num_before, ranks_per_node=2, timeout_s=60.0
     )
     check(results, expected(one_loss, {}))

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.wide, pytest.mark.one_job]
 
 
 def _check(ranks: RankPool, world_size: int, run: Run) -> None:
-    outcomes = ranks(world_size, train, run, ranks_per_node=2, timeout_s=15.0)
+    outcomes = ranks(world_size, train, run, ranks_per_node=2, timeout_s=60.0)
     assert_same_training(outcomes, plain(run, world_size))
 
 
@@ -172,7 +172,7 @@ def unseen_on_some_ranks() -> Case:
 def test_ranks_whose_losses_use_different_units_communicate_in_one_order(ranks: RankPool, overlap: str) -> None:
     configs = presets(("zero3", "zeropp-hpz", "mics", "paro-iig"), overlap=overlap)
     runs = [Run(case=unseen_on_some_ranks, config=each, accumulation=2, steps=3, signal=True) for each in configs]
-    for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):
+    for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=60.0), strict=True):
         assert_same_training(list(outcomes), plain(runs[0], 4))
 
 
@@ -193,7 +193,7 @@ def read_then_use_other_units(play: Play) -> None:
 @pytest.mark.parametrize("pattern", [read_then_leave_units_out, read_then_use_other_units], ids=["fewer", "more"])
 def test_window_goes_on_with_other_units_after_reading(ranks: RankPool, preset: str, pattern: object) -> None:
     run = Run(case=unused_alike, config=ShardConfig.preset(preset))
-    for grads, expected in ranks(4, play, run, pattern, ranks_per_node=2, timeout_s=15.0):
+    for grads, expected in ranks(4, play, run, pattern, ranks_per_node=2, timeout_s=60.0):
         assert_same(grads, expected)
 
 
@@ -235,7 +235,7 @@ def declare_no_micro_step_last(ctx: RankContext, run: Run) -> dict[str, Tensor]:
 )
 def test_wrong_boundary_costs_no_correctness(ranks: RankPool, preset: str, case: object, job: object) -> None:
     run = Run(case=case, config=ShardConfig.preset(preset), accumulation=3)
-    for parameters in ranks(4, job, run, ranks_per_node=2, timeout_s=15.0):
+    for parameters in ranks(4, job, run, ranks_per_node=2, timeout_s=60.0):
         assert_same(parameters, plain(run, 4).parameters)
 
 
