@@ -137,7 +137,7 @@ def test_a_trainjob_has_its_required_fields(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("container", [(), ("--container=registry/mics:1",)], ids=["venv", "container"])
 def test_a_skypilot_task_has_its_fields(container: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     task: dict[str, Any] = yaml.safe_load(rendered(capsys, "skypilot", "gpt2-xl", "--nodes=2", *container))
-    assert task.keys() - {"setup"} == {"name", "num_nodes", "resources", "volumes", "run"}
+    assert task.keys() - {"setup", "workdir"} == {"name", "num_nodes", "resources", "volumes", "run"}
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert task["resources"]["network_tier"] == "best"
     assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
