@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 
 venv: $(STAMP)
 
-# uv, where it is installed, needs a tenth of pip's time. UV_TORCH_BACKEND=cpu spares a machine without a GPU the
-# libraries of CUDA; VERSIONS= takes the newest versions instead of those known to work together.
+# uv, where it is installed, needs a quarter of the time of pip. VERSIONS= takes the newest versions instead of those
+# known to work together.
 EXTRAS = accelerate,recipes,dev,bench
 VERSIONS ?= -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt

@@ -1,0 +1,29 @@
+"""Fit a checkout for an index of packages: the project's address, and links that hold on the index's page.
+
+Usage: python .github/prepare_release.py https://github.com/OWNER/NAME v0.1.0
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+URLS = """
+[project.urls]
+Source = "{home}"
+Documentation = "{home}/blob/{tag}/docs/index.md"
+Changelog = "{home}/blob/{tag}/docs/CHANGELOG.md"
+Issues = "{home}/issues"
+"""
+
+
+def prepare(root: Path, home: str, tag: str) -> None:
+    """Make the links of README.md absolute, and add the addresses to pyproject.toml."""
+    readme, project = root / "README.md", root / "pyproject.toml"
+    text = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", rf"]({home}/blob/{tag}/\1)", readme.read_text())
+    readme.write_text(text)
+    project.write_text(project.read_text() + URLS.format(home=home, tag=tag))
+
+
+if __name__ == "__main__":
+    prepare(ROOT, *sys.argv[1:])
