@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def tensors_in(tree: Any) -> list[Any]:
-    """The tensors in nested containers."""
+    """The tensors in nested containers, or the one that `tree` is."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

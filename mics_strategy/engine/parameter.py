@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from typing_extensions import override
 
 from mics_strategy.comm.placement import full_tensor, like_tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.layout import ParamSlice
     from mics_strategy.engine.tensor_memory import WriteCount
 
+_new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
 _raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
 """Context that reads attributes of these tensors without a search for `__torch_function__` in their class."""
@@ -140,16 +142,15 @@ def make_sharded_parameter(
         requires_grad: Whether the plain parameter requires gradients.
     """
     tensor = as_exact(as_dtensor(slice_.view_in(master, placement.index), slice_, placement), placement.random)
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter = _new_dtensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=requires_grad)
+    parameter.__class__, parameter._is_param = ShardedParameter, True  # as torch marks parameters of other classes
     sharded = cast("ShardedParameter", parameter)
-    sharded.__class__ = ShardedParameter
     sharded.mics_name = slice_.name
     sharded.mics_slice = slice_
     sharded.mics_index = placement.index
     sharded.mics_random = placement.random
     if requires_grad:
-        like = sharded.detach()  # a hook that refers to the parameter would keep it alive
-        cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, cast("ExactDTensor", like)))
+        cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, tensor))  # keeps no parameter
     sharded.mics_memory = TensorMemory(writes)
     return sharded
 
@@ -176,8 +177,8 @@ def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPla
     )
     placements = [Replicate() if name == "replicate" else shard_placement for name in names]
     stride = torch.empty(param_slice.shape, device="meta").stride()
-    local_part = _with_own_storage(local)
-    return DTensor.from_local(local_part, mesh, placements, run_check=False, shape=param_slice.shape, stride=stride)
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(param_slice.shape, stride, local.dtype))
+    return cast("DTensor", _new_dtensor(_with_own_storage(local), spec, requires_grad=False))
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     takes over the storage offset of its local part, which is meaningless for it.
     """
     if view.is_meta:
-        return view
+        return view.view_as(view)
     start = view.storage_offset() * view.itemsize
     storage: Any = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
