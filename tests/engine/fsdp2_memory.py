@@ -81,12 +81,11 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.c10d._reduce_scatter_base_.default:
             self._shards[args[0].untyped_storage()] = None
+            self._live.pop(args[0].untyped_storage(), None)
         for leaf in tree_leaves((args, result)):
-            if isinstance(leaf, FakeTensor):
+            if isinstance(leaf, FakeTensor) and leaf.untyped_storage() not in self._shards:
                 self._live[leaf.untyped_storage()] = None
-        self.peak_bytes = max(
-            self.peak_bytes, sum(storage.nbytes() for storage in self._live if storage not in self._shards)
-        )
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self._live))
         return result
 
 

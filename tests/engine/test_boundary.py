@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
@@ -175,6 +176,14 @@ def start(ranks: Sequence[int], config: ShardConfig | None) -> LoopRun:
     return LoopRun(model=model, ranks=ranks, sharded=sharded, optimizers=optimizers)
 
 
+@cache
+def play_plain(seed: int) -> list[Tensor]:
+    """Parameters, the same for all presets."""
+    plain = start(range(4), None)
+    play(plain, seed)
+    return [p.detach() for p in plain.model.parameters()]
+
+
 def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> list[tuple[list[Tensor], int, int]]:
     """Parameters, predicted backwards and second hops that others followed, of each seed."""
     results = []
@@ -207,11 +216,7 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
     seeds = [*range(7)]
-    expected = []
-    for seed in seeds:
-        plain = start(range(4), None)
-        play(plain, seed)
-        expected.append([p.detach() for p in plain.model.parameters()])
+    expected = [play_plain(seed) for seed in seeds]
     for outcomes in ranks(4, play_sharded, PRESETS[preset], seeds, ranks_per_node=2):
         for seed, (parameters, _, _), plain_parameters in zip(seeds, outcomes, expected, strict=True):
             for found, wanted in zip(parameters, plain_parameters, strict=True):
