@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
+# Hundreds of interpreters are started: none compiles again what another one has, whatever the environment says of it.
+TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 # What they print is passed on line by line, so that no line of one is in a line of another.
-TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 BY_LINE = 2>&1 | sed --unbuffered ""
 SIDE_BY_SIDE = $(MAKE) --jobs=3 --keep-going
 FIRST_HALF = tests/engine/test_[0-9a-o]*.py
