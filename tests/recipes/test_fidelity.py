@@ -151,17 +151,16 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "without torchrun or srun" in capsys.readouterr().err
 
 
-def run(arguments: list[str], repository: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "recipes.fidelity", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
-    return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # four launches
 def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
     small = ("--ranks=2", "--steps=4", "--source=grammar", "--global-batch=4", "--strategies=zero3,zeropp")
-    result = run(["--family=bert", *small, f"--cache-dir={cache_dir}", f"--out={tmp_path}"], repository)
+    command = [sys.executable, "-m", "recipes.fidelity", "--family=bert", *small]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
+    folders = [f"--cache-dir={cache_dir}", f"--out={tmp_path}"]
+    result = subprocess.run(
+        [*command, *folders], cwd=repository, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     rows = json.loads((tmp_path / "fidelity.json").read_text())["comparisons"]
     assert [(row["strategy"], row["verdict"]) for row in rows] == [
@@ -171,7 +170,6 @@ def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir
 
 
 @pytest.mark.slow
-def test_a_training_that_fails_shows_its_error(repository: Path, tmp_path: Path):
-    result = run(["--source=grammar", "--cache-dir=/proc/none", f"--out={tmp_path}"], repository)
-    assert result.returncode == 2
-    assert "The training of gpt2 with ddp ended with code 1" in result.stderr
+def test_a_training_that_fails_shows_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--source=grammar", "--cache-dir=/proc/none", f"--out={tmp_path}"]) == 2
+    assert "The training of gpt2 with ddp ended with code 1" in capsys.readouterr().err

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from recipes.config import load_recipe
+from recipes.pretrain import main
 
 pytestmark = pytest.mark.slow
 STEPS = 40
 SAVED_AT = 25
+SHARDED = ("--trainer.checkpoint_format=sharded", "--trainer.log_every_steps=5")
 
 
 def run(
@@ -43,6 +45,16 @@ def finished(
     result = run(repository, cache_dir, output_dir, *options, f"--trainer.checkpoint_every_steps={SAVED_AT}")
     assert result.returncode == 0, result.stderr
     return output_dir, result
+
+
+@pytest.fixture(scope="module")
+def sharded(repository: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run with MiCS on 2 ranks that saves shards, and what it prints."""
+    output_dir = tmp_path_factory.mktemp("sharded")
+    writing = (f"--trainer.max_steps={STEPS}", f"--trainer.checkpoint_every_steps={SAVED_AT}")
+    result = run(repository, cache_dir, output_dir, *SHARDED, *writing, strategy="mics")
+    assert result.returncode == 0, result.stderr
+    return output_dir, result.stdout
 
 
 def test_the_loss_falls_on_two_ranks(finished: tuple[Path, subprocess.CompletedProcess[str]]):
@@ -97,38 +109,38 @@ def test_a_run_continues_on_another_number_of_ranks(
 
 @pytest.mark.slow
 def test_mics_trains_like_ddp_and_sends_what_it_planned(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], repository: Path, cache_dir: Path, tmp_path: Path
+    finished: tuple[Path, subprocess.CompletedProcess[str]], sharded: tuple[Path, str]
 ):
-    options = (f"--trainer.max_steps={STEPS}", "--trainer.log_every_steps=5")
-    result = run(repository, cache_dir, tmp_path, *options, strategy="mics")
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path) == pytest.approx(losses(finished[0]), abs=1e-3)
-    assert "all_gather" in result.stdout
-    assert "equal" in result.stdout
-    assert "DIFFERENT" not in result.stdout
+    output_dir, output = sharded
+    assert losses(output_dir) == pytest.approx(losses(finished[0]), abs=1e-3)
+    assert "all_gather" in output
+    assert "equal" in output
+    assert "DIFFERENT" not in output
 
 
 def test_what_cannot_work_ends_before_ranks_start(repository: Path, cache_dir: Path, tmp_path: Path):
-    result = run(repository, cache_dir, tmp_path, "--batch.global_size=12")
-    assert result.returncode == 1
-    assert result.stderr.startswith("error: `batch.global_size=12` cannot be shared evenly: 2 ranks")
+    config = f"--config={repository / 'recipes' / 'llama' / 'debug.yaml'}"
+    folders = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}")
+    with pytest.raises(SystemExit, match=r"error: `batch\.global_size=12` cannot be shared evenly: 2 ranks"):
+        main([config, "--strategy.name=ddp", *folders, "--batch.global_size=12"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_sharded_checkpoints_resume_on_another_number_of_ranks(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], repository: Path, cache_dir: Path, tmp_path: Path
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    sharded: tuple[Path, str],
+    repository: Path,
+    cache_dir: Path,
+    tmp_path: Path,
 ):
-    sharded = ("--trainer.checkpoint_format=sharded", "--trainer.log_every_steps=5")
-    writing = (f"--trainer.max_steps={STEPS}", f"--trainer.checkpoint_every_steps={SAVED_AT}")
-    result = run(repository, cache_dir, tmp_path, *sharded, *writing, strategy="mics")
-    assert result.returncode == 0, result.stderr
+    shutil.copytree(sharded[0], tmp_path, dirs_exist_ok=True)
     checkpoint, last = sorted((tmp_path / "checkpoints").iterdir())
     assert (checkpoint / "manifest.json").is_file()
     shutil.rmtree(last)
     resuming = (f"--trainer.max_steps={STEPS}", "--trainer.resume=auto", "--trainer.devices=1")
     alone = "--strategy.shard={partition_size: 1}"
-    result = run(repository, cache_dir, tmp_path, *sharded, *resuming, alone, strategy="mics")
+    result = run(repository, cache_dir, tmp_path, *SHARDED, *resuming, alone, strategy="mics")
     assert result.returncode == 0, result.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line].count(STEPS) == 1  # taken again

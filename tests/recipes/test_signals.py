@@ -108,7 +108,8 @@ def test_sigterm_saves_and_the_printed_command_continues(
 
 
 def test_a_signal_to_a_run_without_checkpoints_is_answered(repository: Path, cache_dir: Path, tmp_path: Path):
-    process = start(repository, (cache_dir, tmp_path), "--trainer.framework=lightning", f"--trainer.max_steps={STEPS}")
+    options = ("--trainer.framework=lightning", f"--trainer.max_steps={STEPS}", *ALONE)
+    process = start(repository, (cache_dir, tmp_path), *options)
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
