@@ -3,75 +3,77 @@
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from mics_strategy import ShardConfig, shard
 from mics_strategy.checkpoint import atomic
-from tests.checkpoint.saver import value_after
+from mics_strategy.checkpoint.save import save_checkpoint
+from tests.ranks import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.slow
 
-_STEPS = 10**6
 _SAVES = 50
+VICTIMS = {"rank 0": [0], "rank 1": [1], "all": [0, 1]}
 
 
-def start_ranks(folder: Path, world_size: int) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.saver", str(folder), str(_STEPS)],
-            env={**os.environ, **common, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+def saves_until_killed(ctx: RankContext, folder: Path) -> None:
+    """A checkpoint after every step; its step is its every number, and stands in its name and in `extra`."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    sharded = shard(model, ShardConfig.preset("mics"), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    (folder / f"pid-{ctx.rank}").write_text(str(os.getpid()))
+    for step in range(1, 10**6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(step))
+        path = folder / "saved" / ("last" if step % 2 else f"step-{step}")
+        save_checkpoint(path, sharded, [optimizer], {"step": step}, asynchronous=step % 3 == 0)
+        if ctx.rank == 0:
+            with (folder / "begun").open("a") as file:
+                file.write("x")
 
 
-@pytest.mark.parametrize("killed", ["rank 0", "rank 1", "all"])
+def num_begun(folder: Path) -> int:
+    """How many saves have begun."""
+    file = folder / "begun"
+    return len(file.read_text()) if file.exists() else 0
+
+
+def kill(folder: Path, victims: list[int], count: int, delay_s: float) -> None:
+    """Kill ranks some time after so many saves have begun."""
+    while num_begun(folder) < count:
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    for rank in victims:
+        os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("killed", VICTIMS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_newest_checkpoint_is_whole_after_a_kill(tmp_path: Path, killed: str, seed: int) -> None:
-    """The job is killed at a random instant while it saves, after up to fifty saves."""
-    chance = random.Random(f"{killed} {seed}")
-    ranks = start_ranks(tmp_path, 2)
-    try:
-        said = follow(ranks[0], chance.randrange(3, _SAVES))
-        time.sleep(chance.random() / 20)
-        for rank in {"rank 0": [0], "rank 1": [1], "all": [0, 1]}[killed]:
-            ranks[rank].send_signal(signal.SIGKILL)
-        time.sleep(0.5)  # what the other rank does then may not harm the folder either
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    found = atomic.newest_first(tmp_path)
+def test_the_newest_checkpoint_is_whole_after_a_kill(ranks: RankPool, tmp_path: Path, killed: str, seed: int) -> None:
+    """At a random instant of the saving, after up to fifty saves; what another rank does then harms nothing either."""
+    chance, saved = random.Random(f"{killed} {seed}"), tmp_path / "saved"
+    saved.mkdir()
+    arguments = (tmp_path, VICTIMS[killed], chance.randrange(3, _SAVES), chance.random() / 20)
+    killer = threading.Thread(target=kill, args=arguments, daemon=True)
+    killer.start()
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks(2, saves_until_killed, tmp_path)
+    killer.join()
+    found = atomic.newest_first(saved)
     assert found
     for path in found:
         assert_whole(path)
     assert atomic.read_manifest(found[0]).world_size == 2
-    assert max(step_in(path) for path in found) >= said - 1  # an asynchronous save may have been under way
-
-
-def follow(rank: subprocess.Popen[str], count: int) -> int:
-    """Read what it says until it has begun `count` saves."""
-    assert rank.stdout is not None
-    for line in rank.stdout:
-        if int(line) >= count:
-            return int(line)
-    raise AssertionError("the job ended by itself")
+    assert max(step_in(path) for path in found) >= num_begun(tmp_path) - 1  # an asynchronous save may be under way
 
 
 def assert_whole(path: Path) -> None:
@@ -80,8 +82,7 @@ def assert_whole(path: Path) -> None:
     atomic.check_files(path, manifest, manifest.files)
     dcp_to_torch_save(path, path.parent / "whole.pt")
     found: dict[str, Any] = torch.load(path.parent / "whole.pt", weights_only=True)
-    expected = value_after(step_in(path))
-    assert all((value == expected).all() for value in found["model"].values())
+    assert all((value == step_in(path)).all() for value in found["model"].values())
     assert len(found["model"]) == 8
 
 
