@@ -13,7 +13,9 @@ SEED = 1234
 def seed_generators() -> None:
     """Seed Python's, torch's and, where it is loaded, numpy's generator."""
     random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` formats the stack for every absent kind of device
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
 
