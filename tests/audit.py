@@ -1,6 +1,7 @@
 """What a piece of code does beyond computing, as Python's audit hooks report it."""
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,8 @@ _active: "list[Audit]" = []
 class Audit:
     """Commands, imports, writes, connections and reads of files while it is entered.
 
+    Other threads that run already are not watched: a heartbeat that an earlier test has left, for example.
+
     Args:
         reads: Files and folders that may be read.
         imports: Modules that may be imported, with all that they import; "*" for any.
@@ -28,9 +31,11 @@ class Audit:
         self.events: list[str] = []
         self._reads = [str(path) for path in reads]
         self._imports = imports
+        self._earlier_threads: set[int | None] = set()
 
     def __enter__(self) -> Self:
         _install()
+        self._earlier_threads = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         _active.append(self)
         return self
 
@@ -41,6 +46,8 @@ class Audit:
 
     def note(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Keep an event that is not allowed."""
+        if threading.get_ident() in self._earlier_threads:
+            return
         if event == "open":
             path, mode, flags = arguments
             writes = any(letter in (mode or "") for letter in "wax+") or bool((flags or 0) & 0o3)
