@@ -21,6 +21,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +72,7 @@ class Hop:
         return all(name.startswith("intra_node") for name in self.axis.split("+"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class Route:
     """The stages of one collective.
 
@@ -86,12 +87,12 @@ class Route:
 
     hops: tuple[Hop, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks that take part."""
         return math.prod(hop.size for hop in self.hops)
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Ranks of the stages before each stage, and at the end of all stages.
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -122,7 +122,7 @@ class GradBucket:
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         self._dtensors = [self._new_dtensor(position) for position in range(len(bucket.layout.param_slices))]
 
-    def _new_dtensor(self, position: int) -> ExactDTensor:
+    def _new_dtensor(self, position: int) -> tuple[Any, TensorMemory]:
         param_slice, shards = self.bucket.layout.param_slices[position], self.bucket.groups.trainable_placement
         return grad_as_dtensor(param_slice.view_in(self._result_cast, shards.index), param_slice, shards)
 
@@ -152,7 +152,7 @@ class GradBucket:
         if grad.layout is not torch.strided:
             raise sparse_gradients(self.bucket.layout.param_slices[position].name)
         if grad.requires_grad:
-            cast("TensorMemory", self._dtensors[position].mics_memory).has_lost_graph = True
+            self._dtensors[position][1].has_lost_graph = True
         collected = self.collected
         earlier = collected.kept.pop(position, None)
         if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
@@ -304,7 +304,7 @@ class GradBucket:
         The sums of all replicas then add up to the mean times the divisor. In a narrower dtype of the parameters only
         what was written to the gradients is taken over, so that the other values are not rounded.
         """
-        for parameter, exposed in zip(self.bucket.sharded_params, self._dtensors, strict=True):
+        for parameter, (exposed, _) in zip(self.bucket.sharded_params, self._dtensors, strict=True):
             if parameter.raw_grad is exposed:
                 parameter.raw_grad = None
         if self._result_cast is not self.result:
@@ -381,8 +381,8 @@ class GradBucket:
         self._discard([p for p in self.flags.positions_with(GradFlag.MAYBE_USED) if p not in positions])
         with fast_attributes():
             for position in positions:
-                parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]
-                stored, memory = parameter.raw_grad, cast("TensorMemory", exposed.mics_memory)
+                parameter, (exposed, memory) = self.bucket.sharded_params[position], self._dtensors[position]
+                stored = parameter.raw_grad
                 if stored is not None and stored is not exposed:
                     exposed._local_tensor.add_(stored._local_tensor if isinstance(stored, DTensor) else stored)
                     if isinstance(stored, ExactDTensor) and stored._spec == exposed._spec:
@@ -401,8 +401,7 @@ class GradBucket:
         """
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
-        exposed = self._dtensors[position]
-        memory = cast("TensorMemory", exposed.mics_memory)
+        exposed, memory = self._dtensors[position]
         memory.has_lost_graph = False
         if is_kept:
             self._dtensors[position] = self._new_dtensor(position)
@@ -415,12 +414,12 @@ class GradBucket:
 
     def is_kept(self, position: int) -> bool:
         """Whether a script has kept the gradient, or a view of it."""
-        exposed: Any = self._dtensors[position]
+        exposed, memory = self._dtensors[position]
         is_in_slot = self.bucket.sharded_params[position].raw_grad is exposed
         if exposed._use_count() > 1 + is_in_slot:  # in a graph, or the gradient of another parameter as well
             return True
-        num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the list, the variable, the argument
-        return sys.getrefcount(exposed) > num_own or bool(exposed.mics_memory.shared)
+        num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the tuple, the variable, the argument
+        return sys.getrefcount(exposed) > num_own or bool(memory.shared)
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         if not positions:

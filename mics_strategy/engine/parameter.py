@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import WriteCount
 
 _new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
-_raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
 """Context that reads attributes of these tensors without a search for `__torch_function__` in their class."""
 
@@ -60,6 +59,7 @@ class ShardedParameter(ExactDTensor):
         mics_memory: Its memory, with the writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
         mics_index: Index of this rank's shard.
+        raw_grad: Autograd's own gradient slot. Reading it finishes no reduction, setting it clears nothing.
     """
 
     mics_name: str
@@ -68,6 +68,7 @@ class ShardedParameter(ExactDTensor):
     mics_memory: TensorMemory
     mics_slice: ParamSlice
     mics_index: int
+    raw_grad = torch.Tensor.grad  # the descriptor under the property below
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -77,12 +78,15 @@ class ShardedParameter(ExactDTensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and value is self.raw_grad:
+        if value is None or value is self.raw_grad:
+            if value is None:
+                self.mics_link.clear_gradient(self.mics_position)
+                self.raw_grad = None
             return
-        if value is not None and value.shape == self.shape and getattr(value, "placements", None) != self.placements:
+        if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
-        if value is not None and (value.shape != self.shape or value.dtype != self.dtype):
+        if value.shape != self.shape or value.dtype != self.dtype:
             self.raw_grad = value  # torch refuses it, before anything is cleared
         self.mics_link.clear_gradient(self.mics_position)
         if isinstance(value, ExactDTensor) and value.mics_memory is None:
@@ -92,16 +96,6 @@ class ShardedParameter(ExactDTensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def raw_grad(self) -> torch.Tensor | None:
-        """The content of autograd's own gradient slot. Reading it finishes no reduction."""
-        grad: torch.Tensor | None = _raw_grad.__get__(self)
-        return grad
-
-    @raw_grad.setter
-    def raw_grad(self, value: torch.Tensor | None) -> None:
-        _raw_grad.__set__(self, value)
 
     @property
     @override
@@ -155,11 +149,13 @@ def make_sharded_parameter(
     return sharded
 
 
-def grad_as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> ExactDTensor:
-    """Wrap this rank's part of a gradient; see `as_dtensor`."""
+def grad_as_dtensor(
+    local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement
+) -> tuple[ExactDTensor, TensorMemory]:
+    """Wrap this rank's part of a gradient, with its memory; see `as_dtensor`."""
     grad = as_exact(as_dtensor(local, param_slice, placement), placement.random)
-    grad.mics_memory = TensorMemory()
-    return grad
+    grad.mics_memory = memory = TensorMemory()
+    return grad, memory
 
 
 def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> DTensor:

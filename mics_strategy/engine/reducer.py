@@ -211,8 +211,10 @@ class Reducer:
 
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
-        gradients = self.gradients.get(unit.index, ())
-        return any(gradient.collected.state is GradBufferState.FILLING for gradient in gradients)
+        for gradient in self.gradients.get(unit.index, ()):  # `any` would cost more, for each gradient that arrives
+            if gradient.collected.state is GradBufferState.FILLING:
+                return True
+        return False
 
     def launch(self, units: Iterable[Unit]) -> None:
         """Start the first hops of units.

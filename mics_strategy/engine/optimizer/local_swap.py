@@ -43,6 +43,7 @@ class _SwappedParam:
         sharded: The sharded parameter.
         local: The local tensor in its place.
         storage: Memory of the local tensor.
+        address: Its address.
         owner: Rank that updates the whole tensor; None where every rank updates its rows.
         states: States as DTensors, by name, while the optimizer holds local ones.
         is_stepped: Whether the parameter has a gradient in this step.
@@ -52,6 +53,7 @@ class _SwappedParam:
     sharded: ShardedParameter
     local: nn.Parameter
     storage: torch.Tensor
+    address: int
     owner: int | None = None
     states: dict[Any, DTensor] = field(default_factory=dict)
     is_stepped: bool = False
@@ -77,10 +79,9 @@ class _SwappedParam:
         self.local.grad = self.shown_grad = None
 
     def restore_storage(self) -> None:
-        """Copy the values where ``parameter.data = ...`` has replaced the memory."""
-        if self.local.data_ptr() != self.storage.data_ptr():
-            self.storage.copy_(self.local.detach())
-            self.local.data = self.storage
+        """Copy the values: ``parameter.data = ...`` has replaced the memory."""
+        self.storage.copy_(self.local.detach())
+        self.local.data = self.storage
 
     def unwrap(self, state: dict[Any, Any]) -> None:
         """Replace DTensors by their local tensors, in place.
@@ -94,34 +95,32 @@ class _SwappedParam:
                 self.states[key] = value
                 state[key] = value._local_tensor
             elif (
-                isinstance(value, torch.Tensor) and value.dim() and self.owner is None and value.shape == sharded.shape
+                isinstance(value, torch.Tensor) and value.shape == sharded.shape and value.dim() and self.owner is None
             ):
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
-    def wrap(self, state: dict[Any, Any]) -> None:
+    def wrap(self, state: dict[Any, Any], *, is_moved: bool) -> None:
         """Replace local tensors by DTensors like the parameter, in place.
 
         Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
         tensors, which only the owner has.
 
         States that are the gradient, or values that were replaced, are copied: ``state["previous"] = parameter.grad``
-        keeps it in torch, but the engine writes to this memory again.
+        keeps it in torch, but the engine writes to this memory again. `is_moved`: whether values were replaced.
         """
-        shape, grad = self.sharded.local.shape, self.local.grad
+        shape, grad = self.storage.shape, self.local.grad
         written = {0 if grad is None else grad.data_ptr()}
-        if self.local.data_ptr() != self.storage.data_ptr():
-            written.add(self.storage.data_ptr())
+        if is_moved:
+            written.add(self.address)
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                continue
-            dtensor, is_alias = self.states.get(key), value.data_ptr() in written
-            if dtensor is not None and dtensor._local_tensor is value and not is_alias:
+            dtensor = self.states.get(key)
+            if dtensor is not None and dtensor._local_tensor is value and value.data_ptr() not in written:
                 state[key] = dtensor
-                continue
-            kept = state[key] = value.clone() if is_alias else value
-            if self.owner is None and value.dim() and value.dim() == self.sharded.dim() and value.shape == shape:
-                state[key] = self.sharded.like_self(kept)
+            elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                kept = state[key] = value.clone() if value.data_ptr() in written else value
+                if self.owner is None and value.shape == shape and value.dim():
+                    state[key] = self.sharded.like_self(kept)
         self.states.clear()
 
 
@@ -196,7 +195,7 @@ class LocalParamSwap:
         step_views = dict(exchange.step_views())
         for parameter, owner in exchange.owners().items():
             local = step_views[parameter]
-            self._add(_SwappedParam(parameter, local, local.detach(), owner))
+            self._add(_SwappedParam(parameter, local, local.detach(), local.data_ptr(), owner))
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
         """The rank of the optimizer scope that owns `parameter`; None without an owner."""
@@ -240,12 +239,14 @@ class LocalParamSwap:
         states = self._optimizer.state
         with fast_attributes():
             for param in self._params.values():
+                is_moved = param.local.data_ptr() != param.address
                 state = states.pop(param.local, None)
                 if state is not None:
-                    param.wrap(state)
+                    param.wrap(state, is_moved=is_moved)
                     states[param.sharded] = state
                 param.swap_grad_out()
-                param.restore_storage()
+                if is_moved:
+                    param.restore_storage()
                 if param.is_stepped:
                     param.sharded.mics_memory.writes.num += 1
         self._is_sync_due = bool(self.exchanges)
@@ -271,7 +272,8 @@ class LocalParamSwap:
     def _add_rows(self, sharded: ShardedParameter) -> _SwappedParam:
         """Add a parameter of which every rank updates its rows."""
         storage = sharded.local.detach()
-        return self._add(_SwappedParam(sharded, nn.Parameter(storage, requires_grad=sharded.requires_grad), storage))
+        local = nn.Parameter(storage, requires_grad=sharded.requires_grad)
+        return self._add(_SwappedParam(sharded, local, storage, storage.data_ptr()))
 
     def _add(self, param: _SwappedParam) -> _SwappedParam:
         self._params[id(param.sharded)] = self._by_local[id(param.local)] = param

@@ -29,6 +29,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -170,11 +171,13 @@ def _before_body(optimizer: Optimizer, *_: Any) -> None:
             model.show_sharded(optimizer, is_nested)
     if is_nested:
         return
-    for model in models:
-        model.check(optimizer)
-    if not _has_sharded_params(optimizer):
-        return
-    _check_no_foreign_params(optimizer)
+    kinds = set(chain.from_iterable(map(type, group["params"]) for group in optimizer.param_groups))
+    if kinds != {ShardedParameter}:
+        for model in models:
+            model.check(optimizer)
+        if ShardedParameter not in kinds:
+            return
+        _check_no_foreign_params(optimizer)
     check_param_groups_only(optimizer)
     if not stepped_by(optimizer):
         pre_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
@@ -228,10 +231,6 @@ def _has_other_hooks(optimizer: Optimizer) -> bool:
             _global_hooks(_AFTER_BODY),
         )
     )
-
-
-def _has_sharded_params(optimizer: Optimizer) -> bool:
-    return any(isinstance(parameter, ShardedParameter) for g in optimizer.param_groups for parameter in g["params"])
 
 
 def _check_no_foreign_params(optimizer: Optimizer) -> None:

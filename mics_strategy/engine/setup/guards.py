@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from types import MethodType
 from typing import Any, NoReturn, cast
 
@@ -260,10 +261,10 @@ def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) ->
         LifecycleError: A parameter changed. The error names the first one.
     """
     present = dict(model.named_parameters())
-    if len(present) == len(names_by_id) and all(
-        isinstance(parameter, ShardedParameter) and names_by_id.get(id(parameter)) == parameter.mics_name
-        for parameter in present.values()
-    ):
+    parameters = present.values()
+    known = list(map(names_by_id.get, map(id, parameters)))  # in every step, so the loops are C's
+    are_sharded = len(known) == len(names_by_id) and set(map(type, parameters)) <= {ShardedParameter}
+    if are_sharded and known == list(map(attrgetter("mics_name"), parameters)):
         return True
     if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
         return False  # lent tensors; a module raises when a plain tensor is assigned to a parameter

@@ -1,0 +1,68 @@
+"""What a step costs the host for each parameter: calls of functions, which are counted, not timed."""
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy import ShardConfig, Topology, shard
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool
+
+NUM_UNITS, FEW, MANY = 3, 4, 20
+NUM_COUNTED = 6
+CEILINGS = {"zero3": (28, 42), "zero1": (32, 45), "ddp": (32, 45)}  # Python functions and builtins; they may only fall
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # no calls from Python 3.12 on
+
+
+class Unit(nn.Module):
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(num_parameters)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def calls_of_a_step(preset: str, num_parameters: int) -> dict[str, int]:
+    """Calls of functions of the package, and of builtins by it, in the thread of the training loop.
+
+    The fewest of several steps: waits for other ranks add some.
+    """
+    forget_meshes()
+    model = nn.Sequential(*(Unit(num_parameters) for _ in range(NUM_UNITS)))
+    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), hierarchical=True), units=[Unit])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if "mics_strategy" in code.co_filename and (event == "c_call" or code.co_name not in COMPREHENSIONS):
+            calls[event] += 1
+
+    by_step = []
+    for _ in range(3 + NUM_COUNTED):
+        calls = Counter[str]()
+        sys.setprofile(profile)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.setprofile(None)
+        by_step.append(calls)
+    return {event: min(calls[event] for calls in by_step[-NUM_COUNTED:]) for event in ("call", "c_call")}
+
+
+def calls_per_parameter(ctx: RankContext, preset: str) -> tuple[float, float]:
+    few, many = calls_of_a_step(preset, FEW), calls_of_a_step(preset, MANY)
+    num_more = NUM_UNITS * (MANY - FEW)
+    return (many["call"] - few["call"]) / num_more, (many["c_call"] - few["c_call"]) / num_more
+
+
+@pytest.mark.parametrize("preset", CEILINGS)
+def test_a_parameter_costs_few_calls_in_a_step(ranks: RankPool, preset: str) -> None:
+    for python, builtin in ranks(4, calls_per_parameter, preset, ranks_per_node=2):
+        assert python <= CEILINGS[preset][0]
+        assert builtin <= CEILINGS[preset][1]
