@@ -79,27 +79,26 @@ class ExactDTensor(PythonValues, DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Behave as if this tensor were moved to the memory of `value`.
-
-        The engine's own tensors stay where they are.
+        """Behave as if this tensor were moved to the memory of `value`. The engine's own tensors stay where they are.
 
         Aliases keep their values, as scripts expect that put averaged weights into a model, and the weights back. From
-        now on `value` is an alias of the engine's tensor; a plain one, and one of other placements, are copied.
+        now on `value` is an alias of the engine's tensor; a plain one, and one of other placements, are copied. A write
+        to them is an error at the next use.
         """
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LifecycleError(
                 f"{self.mics_label} is sharded as {tuple(self.shape)} {self.dtype} and cannot become "
                 f"{tuple(value.shape)} {value.dtype}. Change the model before `shard()`."
             )
-        memory, alike = (
-            self.mics_memory,
-            value if isinstance(value, ExactDTensor) and value._spec == self._spec else None,
-        )
+        memory = self.mics_memory
+        alike = value if isinstance(value, ExactDTensor) and value._spec == self._spec else None
         if alike is not None and alike._local_tensor.data_ptr() == self._local_tensor.data_ptr():
             return
+        gathered = value.mics_gathered if isinstance(value, ExactDTensor) else None
+        shared = getattr(value if gathered is None else gathered.base, "mics_memory", None)
         if memory is None or id(self) in memory.shared:
             self._local_tensor, self.mics_memory = torch.empty_like(self._local_tensor), None
-        elif alike is not None and alike.mics_memory is not None:
+        elif shared not in (None, memory):
             raise LifecycleError(
                 f"{self.mics_label} would share memory with another parameter or gradient, and follow its changes. "
                 "Copy the values: `.data.copy_(value)`, or assign `value.clone()`."
@@ -108,8 +107,10 @@ class ExactDTensor(PythonValues, DTensor):
             memory.leave()
         with torch.no_grad():
             self.copy_(value)
-        if alike is not None and self.mics_memory is not None:
-            self.mics_memory.give(alike, self)
+        if self.mics_memory is not None:
+            self.mics_memory.watch(self.mics_label, value._local_tensor if isinstance(value, DTensor) else value)
+            if alike is not None:
+                self.mics_memory.give(alike, self)
 
     def mics_before_read(self) -> None:
         """See `TensorMemory.before_read`."""

@@ -38,6 +38,7 @@ from mics_strategy.engine.lifecycle import (
 from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.schedule import first_hop_chunks
+from mics_strategy.engine.tensor_memory import check_not_kept
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
@@ -384,6 +385,7 @@ class GradBucket:
                 parameter, (exposed, memory) = self.bucket.sharded_params[position], self._dtensors[position]
                 stored = parameter.raw_grad
                 if stored is not None and stored is not exposed:
+                    check_not_kept(stored, parameter.mics_name)
                     exposed._local_tensor.add_(stored._local_tensor if isinstance(stored, DTensor) else stored)
                     if isinstance(stored, ExactDTensor) and stored._spec == exposed._spec:
                         memory.give(stored, exposed)  # more is added to it, as autograd would
@@ -402,7 +404,7 @@ class GradBucket:
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
         exposed, memory = self._dtensors[position]
-        memory.has_lost_graph = False
+        memory.has_lost_graph, memory.assigned = False, None
         if is_kept:
             self._dtensors[position] = self._new_dtensor(position)
             memory.add(exposed)

@@ -83,6 +83,7 @@ class ShardedParameter(ExactDTensor):
                 self.mics_link.clear_gradient(self.mics_position)
                 self.raw_grad = None
             return
+        whole: torch.Tensor | None = None
         if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
@@ -91,6 +92,8 @@ class ShardedParameter(ExactDTensor):
         self.mics_link.clear_gradient(self.mics_position)
         if isinstance(value, ExactDTensor) and value.mics_memory is None:
             value.mics_memory = TensorMemory(finish=self.mics_link.finish_gradients)
+            if whole is not None:
+                value.mics_memory.watch(f"The gradient of `{self.mics_name}`", whole)
         self.raw_grad = value
 
     @grad.deleter

@@ -96,8 +96,7 @@ class Engine:
         """Unshard the unit for its forward. Returns the call, for `post_forward`."""
         self._clock += 1
         self.reset_after_error()
-        if torch.is_grad_enabled():  # an adapter is made trainable for a moment, to be a reference
-            unit.check_still_frozen()
+        unit.check_params()
         regions = self._enter_regions(unit)
         is_recomputed = self.is_recomputing
         if not is_recomputed:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar, TypeAlias
+from weakref import WeakValueDictionary, ref
 
 import torch
 
+from mics_strategy.comm.placement import digest
 from mics_strategy.errors import LifecycleError
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
@@ -26,30 +27,78 @@ class WriteCount:
     num: int = 0
 
 
+class AssignedTensor:
+    """A tensor that a script has assigned, of which a parameter or gradient has a copy.
+
+    With torch they would share memory from then on, so what is written to the tensor must not be lost without an error.
+
+    Args:
+        label: Name of the parameter or gradient, for errors.
+        tensor: The tensor, whose memory is referenced weakly.
+
+    Cost: One read of the tensor, here and in each check.
+    """
+
+    def __init__(self, label: str, tensor: torch.Tensor) -> None:
+        self._label = label
+        self._storage = ref(tensor.untyped_storage())
+        self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._digest = digest(tensor)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether something still refers to the tensor, or to another one on its memory."""
+        return self._storage() is not None
+
+    def check(self) -> None:
+        """Raise if the tensor was written to.
+
+        Raises:
+            LifecycleError: It was.
+        """
+        storage = self._storage()
+        if storage is None:
+            return
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+        if not torch.equal(digest(tensor), self._digest):
+            raise LifecycleError(
+                f"{self._label} was set to a tensor (by `.data`, `.grad` or `vector_to_parameters`) to which something "
+                "was written later. With torch it would share that memory; a sharded tensor has a copy of the values. "
+                "Set it again after each write, or write into it (`parameter.data.copy_(values)`)."
+            )
+
+
 @dataclass(slots=True, eq=False)
 class TensorMemory:
     """Memory of one parameter or gradient.
 
     Attributes:
+        has_assigned: Whether a script has assigned a tensor to any memory of this process.
         writes: Count of writes to it, and to what else the engine counts with it.
         finish: Ends pending reductions into a gradient, before it is read. Collective.
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         gathered: Returns the gathered values that views of it share, or None.
         shared: Living aliases and views, by id; not the engine's own tensor.
+        assigned: Tensor whose values a script has assigned; None for none.
     """
 
+    has_assigned: ClassVar[bool] = False
     writes: WriteCount = field(default_factory=WriteCount)
     finish: Callable[[], None] | None = None
     has_lost_graph: bool = False
     gathered: Callable[[], Any] = lambda: None
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
+    assigned: AssignedTensor | None = None
 
     def before_read(self) -> None:
         """End pending reductions. Collective if there are any.
 
         Raises:
-            LifecycleError: The result would be taken for a constant in a loss, where torch differentiates a gradient.
+            LifecycleError: The result would be taken for a constant in a loss, where torch differentiates a gradient;
+                or an assigned tensor was written to.
         """
+        if self.assigned is not None:
+            self.assigned.check()
         if self.finish is not None:
             self.finish()
         if self.has_lost_graph and torch.is_grad_enabled():
@@ -59,6 +108,16 @@ class TensorMemory:
                 "`torch.func.functional_call(model, {name: w}, inputs)`, `torch.autograd.grad(loss, w, "
                 "create_graph=True)`. To look at it, use `torch.no_grad()` or `parameter.grad.detach()`."
             )
+
+    def check_assigned(self) -> None:
+        """See `AssignedTensor.check`."""
+        if self.assigned is not None:
+            self.assigned.check()
+
+    def watch(self, label: str, tensor: torch.Tensor) -> None:
+        """Note a tensor whose values were assigned."""
+        self.assigned = AssignedTensor(label, tensor)
+        TensorMemory.has_assigned = True
 
     def add(self, tensor: ExactDTensor) -> None:
         """Note an alias or view."""
@@ -77,6 +136,7 @@ class TensorMemory:
 
     def leave(self) -> None:
         """Move all aliases and views to a copy, which they share."""
+        self.assigned = None
         tensors = list(self.shared.values())
         self.shared.clear()
         if not tensors:
@@ -86,3 +146,22 @@ class TensorMemory:
             local = tensor._local_tensor
             tensor.mics_memory = None
             tensor._local_tensor = local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())
+
+
+def check_not_kept(gradient: torch.Tensor, name: str) -> None:
+    """Check that a gradient can be added to.
+
+    Args:
+        gradient: Gradient that a script has set.
+        name: Name of its parameter.
+
+    Raises:
+        LifecycleError: It is a copy of a tensor that still exists, to which autograd would add.
+    """
+    memory: TensorMemory | None = getattr(gradient, "mics_memory", None)
+    if memory is not None and memory.assigned is not None and memory.assigned.is_kept:
+        raise LifecycleError(
+            f"A backward has added to the gradient of `{name}`, which a script has set to a tensor that it still has. "
+            "With torch that tensor would be added to; a sharded gradient has a copy of the values. Set it to a copy "
+            "(`parameter.grad = tensor.clone()`), and read `parameter.grad` after the backward."
+        )

@@ -21,6 +21,7 @@ from mics_strategy.engine.memory import CachedViews, Slot, StagingPool, levels_o
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
+from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -183,15 +184,18 @@ class Unit:
         for bucket in self.buckets:
             bucket.unsharded.reshard()
 
-    def check_still_frozen(self) -> None:
-        """Check that no parameter requires gradients without memory for them.
+    def check_params(self) -> None:
+        """Check what a script has done to the sharded parameters.
 
         Called before a forward's first collective.
         """
+        may_train = torch.is_grad_enabled()  # an adapter is made trainable for a moment, to be a reference
         for bucket in self.buckets:
-            if not bucket.spec.trainable:
+            if TensorMemory.has_assigned or (may_train and not bucket.spec.trainable):
                 for sharded in bucket.sharded_params:
-                    check_still_frozen(bucket, sharded)
+                    sharded.mics_memory.check_assigned()
+                    if may_train:
+                        check_still_frozen(bucket, sharded)
 
     def enter_forward(self) -> None:
         """Register the unsharded parameters, for a forward or a recomputation."""

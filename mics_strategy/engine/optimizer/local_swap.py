@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.comm.placement import full_tensor
+from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from mics_strategy.engine.parameter import fast_attributes
+from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
+from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
     from mics_strategy.engine.optimizer.target import OptimizerTarget
-    from mics_strategy.engine.parameter import ShardedParameter
 
 T = TypeVar("T")
 _KEEPS_PARAMETERS = ("LBFGS",)  # keep a second list of the parameters, which a step hook cannot swap
@@ -206,9 +207,14 @@ class LocalParamSwap:
         """Replace sharded parameters in the optimizer by local tensors.
 
         Collective where tensors are updated on their owners.
+
+        Raises:
+            LifecycleError: A tensor that a script has assigned was written to later.
         """
         if self.is_local:
             return
+        if TensorMemory.has_assigned:
+            _check_assigned(parameter for group in self._optimizer.param_groups for parameter in group["params"])
         for group in self._optimizer.param_groups:
             group["params"] = self._locals_of(group["params"])
         for exchange in self.exchanges:
@@ -284,6 +290,15 @@ def _swap_out(weak: weakref.ref[LocalParamSwap]) -> None:
     swap = weak()
     if swap is not None:
         swap.swap_out()
+
+
+def _check_assigned(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise where a tensor that a script has set as a parameter or gradient was written to later."""
+    for parameter in parameters:
+        if isinstance(parameter, ShardedParameter):
+            for tensor in (parameter, parameter.raw_grad):
+                if isinstance(tensor, ExactDTensor) and tensor.mics_memory is not None:
+                    tensor.mics_memory.check_assigned()
 
 
 def deref(reference: weakref.ref[T]) -> T:
