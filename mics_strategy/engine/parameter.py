@@ -114,6 +114,24 @@ class ShardedParameter(ExactDTensor):
         """A DTensor of this parameter's shape and placements, with local part `local`."""
         return as_exact(like_tensor(local, self), self.mics_random)
 
+    @override
+    def mics_before_read(self) -> None:
+        super().mics_before_read()
+        if torch.is_grad_enabled() and self.requires_grad:
+            self.mics_memory.may_have_node = TensorMemory.has_checks = True
+
+    def check_use(self) -> None:
+        """Check what a script has done that a forward would not follow.
+
+        Raises:
+            LifecycleError: It has written to a tensor that it had assigned before, or hooks autograd's node.
+        """
+        self.mics_memory.check_assigned()
+        if self.mics_memory.may_have_node:
+            self.mics_memory.may_have_node = False
+            if has_node_hooks(self):
+                self._refuse_hook()
+
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
             f"A gradient hook on the sharded parameter `{self.mics_name}` would never run, because autograd sees the "
@@ -124,6 +142,23 @@ class ShardedParameter(ExactDTensor):
 
     register_hook = _refuse_hook
     register_post_accumulate_grad_hook = _refuse_hook
+
+
+def has_node_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a script has hooks on the node that accumulates the gradient of a parameter.
+
+    Scripts get this node from an operation on the parameter (`parameter.expand_as(parameter)`).
+    """
+    if not parameter.requires_grad:
+        return False
+    with torch.enable_grad(), fast_attributes(), torch._C._DisableTorchDispatch():  # the view is used for its node only
+        view: Any = parameter.view_as(parameter)
+    node = view.grad_fn.next_functions[0][0]
+    handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]
+    is_hooked = any(len(handle.hooks_dict_ref()) > 1 for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return is_hooked
 
 
 def make_sharded_parameter(

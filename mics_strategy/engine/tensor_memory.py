@@ -73,22 +73,24 @@ class TensorMemory:
     """Memory of one parameter or gradient.
 
     Attributes:
-        has_assigned: Whether a script has assigned a tensor to any memory of this process.
+        has_checks: Whether any memory of this process has `assigned` or `may_have_node`, or has had.
         writes: Count of writes to it, and to what else the engine counts with it.
         finish: Ends pending reductions into a gradient, before it is read. Collective.
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         gathered: Returns the gathered values that views of it share, or None.
         shared: Living aliases and views, by id; not the engine's own tensor.
         assigned: Tensor whose values a script has assigned; None for none.
+        may_have_node: Whether a script may have got the node in which autograd would accumulate the gradient.
     """
 
-    has_assigned: ClassVar[bool] = False
+    has_checks: ClassVar[bool] = False
     writes: WriteCount = field(default_factory=WriteCount)
     finish: Callable[[], None] | None = None
     has_lost_graph: bool = False
     gathered: Callable[[], Any] = lambda: None
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
     assigned: AssignedTensor | None = None
+    may_have_node: bool = False
 
     def before_read(self) -> None:
         """End pending reductions. Collective if there are any.
@@ -117,7 +119,7 @@ class TensorMemory:
     def watch(self, label: str, tensor: torch.Tensor) -> None:
         """Note a tensor whose values were assigned."""
         self.assigned = AssignedTensor(label, tensor)
-        TensorMemory.has_assigned = True
+        TensorMemory.has_checks = True
 
     def add(self, tensor: ExactDTensor) -> None:
         """Note an alias or view."""

@@ -191,9 +191,9 @@ class Unit:
         """
         may_train = torch.is_grad_enabled()  # an adapter is made trainable for a moment, to be a reference
         for bucket in self.buckets:
-            if TensorMemory.has_assigned or (may_train and not bucket.spec.trainable):
+            if TensorMemory.has_checks or (may_train and not bucket.spec.trainable):
                 for sharded in bucket.sharded_params:
-                    sharded.mics_memory.check_assigned()
+                    sharded.check_use()
                     if may_train:
                         check_still_frozen(bucket, sharded)
 

@@ -172,6 +172,13 @@ def accumulated_hook_before(ctx: RankContext) -> None:
     shard(model)
 
 
+def node_hook_before(ctx: RankContext) -> None:
+    model = models.mlp().build()
+    model.node = accumulation_node(model[0].weight)
+    model.node.register_hook(lambda *_: None)
+    shard(model)
+
+
 class _SparseCall(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,6 +204,28 @@ def gradient_hook_after(ctx: RankContext) -> None:
 
 def accumulated_hook_after(ctx: RankContext) -> None:
     _mlp()[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def accumulation_node(parameter: nn.Parameter) -> torch.autograd.graph.Node:
+    """The node in which autograd accumulates the gradient, as scripts get it."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def node_hook_after(ctx: RankContext) -> None:
+    model = _mlp()
+    node = accumulation_node(model[0].weight)
+    model(torch.zeros(1, 5))
+    node = accumulation_node(model[2].up.weight)
+    node.register_hook(lambda *_: None)
+    model(torch.zeros(1, 5))
+
+
+def node_prehook_after(ctx: RankContext) -> None:
+    model = _mlp()
+    node = torch.autograd.graph.get_gradient_edge(model[0].bias).node
+    node.register_prehook(lambda *_: None)
+    penalty = model[0].bias.square().sum()  # whose graph has the node as well
+    (model(torch.zeros(1, 5)).sum() + penalty).backward()
 
 
 def deep_copy(ctx: RankContext) -> None:
@@ -420,6 +449,9 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialize"),
     (gradient_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (accumulated_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
+    (node_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
+    (node_hook_after, LifecycleError, r"hook on the sharded parameter `2.up.weight` would never run"),
+    (node_prehook_after, LifecycleError, r"hook on the sharded parameter `0.bias` would never run"),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),

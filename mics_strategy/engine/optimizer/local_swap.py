@@ -213,7 +213,7 @@ class LocalParamSwap:
         """
         if self.is_local:
             return
-        if TensorMemory.has_assigned:
+        if TensorMemory.has_checks:
             _check_assigned(parameter for group in self._optimizer.param_groups for parameter in group["params"])
         for group in self._optimizer.param_groups:
             group["params"] = self._locals_of(group["params"])

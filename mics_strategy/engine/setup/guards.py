@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mics_strategy.engine.aliases import check_memory
 from mics_strategy.engine.backward_grads import sparse_gradients
-from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.parameter import ShardedParameter, has_node_hooks
 from mics_strategy.errors import ConfigError, LifecycleError
 
 _MARK = "_mics_sharded"
@@ -92,7 +92,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
         )
     if parameter.layout is not torch.strided:
         raise ConfigError(f"`{name}` has layout {parameter.layout}. Make it dense (`torch.strided`).")
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    if any(hooks) or has_node_hooks(parameter):
         raise ConfigError(
             f"`{name}` has gradient hooks, which would never run on its shards. Remove them. Read `grad`, change it "
             "and step optimizers after the backward, or register a hook on the module's outputs."
