@@ -126,8 +126,9 @@ class Sharded:
         """Prepare a root forward: check the model once per step, synchronize buffers.
 
         Raises:
-            LifecycleError: Parameters were added, replaced or removed since `shard`.
+            LifecycleError: Parameters were added, replaced or removed since `shard`, or torch traces the model.
         """
+        guards.check_not_traced()
         self._step_hooks.reset_after_error()
         target = self._target
         if target.is_check_due:

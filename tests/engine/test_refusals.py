@@ -228,6 +228,27 @@ def node_prehook_after(ctx: RankContext) -> None:
     (model(torch.zeros(1, 5)).sum() + penalty).backward()
 
 
+def traced(ctx: RankContext) -> None:
+    torch.jit.trace(_mlp(), torch.zeros(1, 5))
+
+
+def traced_in_a_function(ctx: RankContext) -> None:
+    model = _mlp()
+    torch.jit.trace(lambda x: model(x), torch.zeros(1, 5))
+
+
+def scripted(ctx: RankContext) -> None:
+    torch.jit.script(_mlp())
+
+
+def inner_module_scripted(ctx: RankContext) -> None:
+    torch.jit.script(_mlp()[2])
+
+
+def exported(ctx: RankContext) -> None:
+    torch.export.export(_mlp(), (torch.zeros(1, 5),))
+
+
 def deep_copy(ctx: RankContext) -> None:
     copy.deepcopy(_mlp())
 
@@ -418,6 +439,7 @@ def parametrization_removed(ctx: RankContext) -> None:
     model(torch.zeros(1, 5))
 
 
+_CONVERTED = r"cannot be traced, scripted or exported.*Build the plain model, load `sharded.full_state_dict"
 REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (partition_that_does_not_divide, ConfigError, r"`partition_size=3` does not divide the 4 ranks.*Use 1, 2, 4"),
     (partition_that_straddles, ConfigError, r"`ranks_per_node=3` does not divide the 4 ranks"),
@@ -452,6 +474,11 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (node_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (node_hook_after, LifecycleError, r"hook on the sharded parameter `2.up.weight` would never run"),
     (node_prehook_after, LifecycleError, r"hook on the sharded parameter `0.bias` would never run"),
+    (traced, LifecycleError, _CONVERTED),
+    (traced_in_a_function, LifecycleError, _CONVERTED),
+    (scripted, LifecycleError, _CONVERTED),
+    (inner_module_scripted, LifecycleError, _CONVERTED),
+    (exported, LifecycleError, _CONVERTED),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),

@@ -182,9 +182,23 @@ class _BlockedApply:
 
 
 def block_copies(modules: Iterable[nn.Module]) -> None:
-    """Make pickling and deep-copying of `modules` raise `LifecycleError`."""
+    """Make pickling, deep-copying and scripting of `modules` raise `LifecycleError`."""
     for module in modules:
         object.__setattr__(module, "__reduce_ex__", _raise_on_copy)  # pickle and copy read the object first
+        object.__setattr__(module, "__prepare_scriptable__", _raise_on_conversion)  # which `torch.jit.script` calls
+
+
+def check_not_traced() -> None:
+    """Raise while torch traces or exports the forward of a sharded model."""
+    if torch._C._is_tracing() or torch.compiler.is_exporting():
+        _raise_on_conversion()
+
+
+def _raise_on_conversion() -> NoReturn:
+    raise LifecycleError(
+        "A sharded model cannot be traced, scripted or exported (`torch.jit`, `torch.export`, ONNX), because each rank "
+        "has only its shards. Build the plain model, load `sharded.full_state_dict()` into it, and convert that one."
+    )
 
 
 def _raise_on_copy(_: Any) -> NoReturn:
