@@ -151,13 +151,14 @@ def _check_known(options: dict[str, Any]) -> None:
 def _check_fsdp_options(plugin: FullyShardedDataParallelPlugin) -> None:
     offload, reshard = plugin.cpu_offload, plugin.reshard_after_forward
     is_offloading = isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False)
+    offloads_activations = getattr(plugin, "activation_checkpointing_offload", False)  # since Accelerate 1.15
     strategy = getattr(reshard or plugin.sharding_strategy, "name", "FULL_SHARD") if plugin.fsdp_version == 1 else None
     checks = {
         "cpu_offload": (is_offloading, launch.HINT_OFFLOAD),
         "reshard_after_forward": (reshard is False, launch.HINT_RESHARD),
         "sharding_strategy": (strategy not in (None, "FULL_SHARD"), f"Use a preset in place of {strategy}."),
         "ignored_modules": (plugin.ignored_modules, launch.HINT_IGNORED),
-        "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.HINT_ACTIVATIONS),
+        "activation_checkpointing_offload": (offloads_activations, launch.HINT_ACTIVATIONS),
     }
     for name, (is_set, hint) in checks.items():
         if is_set:
