@@ -264,10 +264,11 @@ class DesyncWatchdog:
             )
         return (
             f"{problem}Run the same units in the same order on all ranks while parameters are sharded. Remove any "
-            "evaluation, `generate()` or other forward that runs on some ranks only (`if rank == 0:`). Use one seed "
-            "for layers that are skipped at random (LayerDrop). Where the data of a rank chooses experts, make the "
-            "layer around them a unit, not each expert. Or keep parameters whole with `params='none'`, where "
-            "checkpoints of units that ranks skip must take `use_reentrant=False`."
+            "evaluation, `generate()`, other forward, norm, gradient or `full_tensor()` of a parameter that some ranks "
+            "alone run or read (`if rank == 0:`). Use one seed for layers that are skipped at random (LayerDrop). "
+            "Where the data of a rank chooses experts, make the layer around them a unit, not each expert. Or keep "
+            "parameters whole with `params='none'`, where checkpoints of units that ranks skip must take "
+            "`use_reentrant=False`."
         )
 
     def _publish_report(self, op: OpId) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
+    from mics_strategy.comm.queue import CallWatch
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62
+_watches: WeakKeyDictionary[DeviceMesh, CallWatch] = WeakKeyDictionary()
 _DIGEST_WIDTH = 8191  # words; a prime, so that rows of a matrix that change places change the digest
 
 
@@ -165,6 +168,39 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     tensor = cast("DTensor", tensor.detach())
     if not tensor.numel():
         return tensor.to_local().new_empty(tensor.shape)  # gloo divides by the size
+    if is_replicated(tensor):
+        return DTensor.to_local(tensor)
+    with _watched(tensor, "gather"):
+        return _gather(tensor)
+
+
+def sum_parts(tensor: DTensor) -> DTensor:
+    """The tensor of which ranks have parts, summed, or reduced as the parts ask for. Collective."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    with _watched(tensor, "reduction"):
+        return DTensor.redistribute(tensor, placements=placements)
+
+
+def watch_with(watch: CallWatch, mesh: DeviceMesh) -> None:
+    """Watch what ranks do together with the tensors of a mesh; of models with equal meshes the last one watches."""
+    _watches[mesh] = watch
+
+
+@contextmanager
+def _watched(tensor: DTensor, kind: str) -> Iterator[None]:
+    """Watch what ranks do together that have different parts of a tensor, if that blocks the host."""
+    mesh = tensor.device_mesh
+    watch = _watches.get(mesh) if tensor.device.type == "cpu" else None
+    if watch is None:
+        yield
+        return
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    ranks = dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
+    with watch.watching(f"{kind} of a sharded tensor of shape {tuple(tensor.shape)}", frozenset(ranks)):
+        yield
+
+
+def _gather(tensor: DTensor) -> torch.Tensor:
     shardings = [(dim, placement) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     if tensor.device.type != "cpu" or is_partial(tensor) or len(shardings) != 1:
         replicated = DTensor.redistribute(tensor, placements=[Replicate()] * tensor.device_mesh.ndim)

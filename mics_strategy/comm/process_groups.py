@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     GradCommunicators = tuple[  # reduce-scatter of the first hop; reduce-scatter and all-reduce of the second hop
         AnyCommunicator | None, AnyCommunicator | None, AnyCommunicator | None
     ]
+
+T = TypeVar("T")
 
 
 class ProcessGroups:
@@ -211,6 +213,22 @@ class ProcessGroups:
         They are while they submit the same collectives in the same order.
         """
         return sum(fingerprint.digest for fingerprint in self._fingerprints.values())
+
+    def agree_on(self, value: T, purpose: str) -> list[T]:
+        """Every rank's value, in rank order. Collective.
+
+        Args:
+            value: Object that can be pickled.
+            purpose: What ranks agree on, for errors; the same on all ranks.
+
+        Raises:
+            LifecycleError: Other ranks wait for something else.
+            CommunicationError: A rank died, did not take part in time, or gathers for another purpose.
+        """
+        if self.world_group is None or not self.world_group.transport.blocks_host:
+            return gather_objects(value, purpose)
+        with self.resources.call_watch.watching(f"agreement on {purpose}", frozenset(range(self.scopes.world_size))):
+            return gather_objects(value, purpose)
 
     def is_in_sync(self) -> bool:
         """Whether all ranks have submitted the same collectives in one order.

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -33,7 +34,8 @@ import torch
 from typing_extensions import override
 
 from mics_strategy.comm.process import check_not_forked
-from mics_strategy.comm.work import BackendWork, Steps, Work
+from mics_strategy.comm.work import BackendWork, Steps, Work, as_communication_error
+from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
@@ -139,6 +141,72 @@ class WatchedWork:
     def is_completed(self) -> bool:
         """Whether the work has ended, with or without an error."""
         return bool(self._work.is_completed())
+
+
+class CallWatch:
+    """Watches calls of torch that block the host until all ranks have made them.
+
+    Args:
+        watchdog: Finds out why this rank waits long.
+    """
+
+    def __init__(self, watchdog: DesyncWatchdog) -> None:
+        self._watchdog = watchdog
+        self._lock = threading.Lock()
+        self._op: OpId | None = None  # that this rank waits for
+        self._num_calls = 0
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:
+        """Watch one call.
+
+        Args:
+            label: What it does, the same on all ranks.
+            ranks: Ranks that make it.
+
+        Raises:
+            LifecycleError: It failed because ranks wait for different collectives.
+            CommunicationError: It failed for another reason.
+
+        Cost: Some microseconds. A thread runs until there was no call for a while: to start one costs 0.4 ms.
+        """
+        op = self._watchdog.record("calls", label, "", ranks)
+        with self._lock:
+            self._op = op
+            self._num_calls += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._check_long_calls, name="mics calls", daemon=True)
+                self._thread.start()
+        try:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._op = None
+        except CommunicationError:
+            self._watchdog.explain()
+            raise
+        except MiCSError:
+            raise
+        except RuntimeError as error:
+            raise as_communication_error(f"The {label}", error, self._watchdog.explain()) from error
+        self._watchdog.withdraw_report()
+
+    def _check_long_calls(self) -> None:
+        num_calls, interval_s = 0, STALL_CHECK_S
+        while True:
+            time.sleep(interval_s)
+            with self._lock:
+                if num_calls != self._num_calls:
+                    num_calls, interval_s = self._num_calls, STALL_CHECK_S
+                elif self._op is None:
+                    self._thread = None
+                    return
+                else:
+                    with suppress(LifecycleError):  # other ranks raise it, which ends the call of this one
+                        self._watchdog.check(self._op)
+                    interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:

@@ -27,7 +27,8 @@ from mics_strategy import errors
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
-from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.placement import watch_with
+from mics_strategy.comm.queue import CallWatch, CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
     Transport,
@@ -65,6 +66,7 @@ class CommResources:
         process_id: Process that has the communication threads. A forked child has none of them.
         is_point_to_point: Whether tensors are sent point to point instead of by the backend's collectives.
         watchdog: Finds out whether ranks have diverged.
+        call_watch: Lets it do so while a call of torch blocks the host.
         traffic_log: Log of the collectives that were submitted.
         workspaces: Scratch memory by queue.
         queues: Queues of all communicators that were made.
@@ -79,6 +81,7 @@ class CommResources:
         self.number = _count_models()
         self.process_id = os.getpid()
         self.watchdog = DesyncWatchdog(str(self.number), self.rank)
+        self.call_watch = CallWatch(self.watchdog)
         self.workspaces = {stream: Workspace() for stream in STREAMS}
         self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
@@ -200,6 +203,7 @@ class CommResources:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""
         mesh = self._make_device_mesh(shard_span, replicate_span)
         self._device_meshes.append(mesh)
+        watch_with(self.call_watch, mesh)
         return mesh
 
     def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
@@ -38,6 +38,7 @@ from mics_strategy.comm.placement import (
     is_replicated,
     like_tensor,
     mean_over_ranks,
+    sum_parts,
 )
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine import op_schema
@@ -125,8 +126,7 @@ class ExactDTensor(PythonValues, DTensor):
     def finish_sum(self) -> None:
         """Reduce what ranks have a part of, in place. Collective."""
         check_not_forked()
-        placements = [Replicate() if placement.is_partial() else placement for placement in self.placements]
-        whole = DTensor.redistribute(as_torch_dtensor(self), placements=placements)
+        whole = sum_parts(as_torch_dtensor(self))
         self._local_tensor, self._spec = whole._local_tensor, whole._spec
 
     @property

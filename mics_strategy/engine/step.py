@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.autograd import DoubleBackward
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
@@ -210,7 +209,7 @@ class Engine:
                 unit.start_unshard(self._resources)
         if not self._global_order.is_agreed:
             self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
-            self._global_order.agree(gather_objects(self.order.forward_units))
+            self._global_order.agree(self.reducer.groups.agree_on(self.order.forward_units, "units that ran"))
         self.reducer.finish()
         self.finish_all_gathers()
         self.on_gradients()

@@ -3,11 +3,17 @@
 They would otherwise receive each other's parameters.
 """
 
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from mics_strategy.comm import queue
 from tests.ranks import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.wide
@@ -88,3 +94,33 @@ def test_divergence_in_evaluation_raises_in_training(ranks: RankPool) -> None:
         RankError, match=r"Ranks diverged.*layers.1 \(collective 1 of its queue\).*layers.2.*Remove any evalua"
     ):
         ranks(2, _evaluate_then_train, timeout_s=20.0)
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "norm": lambda weight: float(weight.norm()),
+    "norm of the gradient": lambda weight: weight.grad.norm(),
+    "full_tensor": lambda weight: weight.full_tensor(),
+    "in a loss": lambda weight: weight.full_tensor().sum().backward(),
+}
+
+
+def _read_on_rank_0(ctx: RankContext, preset: str, read: str) -> None:
+    model = Layers()
+    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
+    model(torch.ones(2, 6), STRAIGHT).sum().backward()
+    with mock.patch.object(queue, "STALL_CHECK_S", 0.3):  # ranks begin to wait at about the same time
+        if ctx.rank == 0:
+            READS[read](model.layers[2].weight)
+        model(torch.ones(2, 6), STRAIGHT).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("preset", ["zero3", "mics"])
+def test_a_value_that_one_rank_alone_reads_is_told_on_every_rank(ranks: RankPool, preset: str, read: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, _read_on_rank_0, preset, read, timeout_s=20.0)
+    assert len(failure.value.by_rank) == 4
+    for error in failure.value.by_rank.values():
+        assert isinstance(error, LifecycleError)
+        assert re.search(r"rank 0 for the (gather|reduction|agreement).*`full_tensor\(\)`.*if rank == 0:", str(error))
