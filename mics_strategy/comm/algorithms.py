@@ -12,7 +12,7 @@ themselves, in the wire dtype.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
@@ -29,18 +29,21 @@ if TYPE_CHECKING:
 _SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 
 
-class StageAlgorithm(Protocol):
-    """One stage of a sum inside one group, of whole tensors.
+class NativeAlgorithm:
+    """Sums by the backend's own collectives, which add in the wire dtype, in an unspecified order.
 
-    A table is [size * n], contiguous, with one row for each rank.
+    Args:
+        transport: Transport of the group.
+        workspace: Scratch memory for sums.
     """
 
-    @property
-    def transport(self) -> Transport:
-        """Transport of the group."""
+    def __init__(self, transport: Transport, workspace: Workspace) -> None:
+        self.transport = transport
+        self._workspace = workspace
 
     def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which sums go on to the next stage; the last sums have `dtype`."""
+        return wire
 
     def reduce_scatter(
         self,
@@ -55,42 +58,12 @@ class StageAlgorithm(Protocol):
 
         Args:
             out: [n]; overwritten with the sum, or added to.
-            table: [size * n], unchanged.
+            table: [size * n], unchanged; one row for each rank.
             wire: Dtype of unquantized payloads.
             accumulate: Whether to add to `out` instead of overwriting it.
             tag: Tag of the collective, the same on all ranks.
             residual: [size * n] fp32, what earlier encodings have lost, updated; None without feedback.
         """
-
-
-class NativeAlgorithm:
-    """Sums by the backend's own collectives.
-
-    They add in the wire dtype, in an unspecified order.
-
-    Args:
-        transport: Transport of the group.
-        workspace: Scratch memory for sums.
-    """
-
-    def __init__(self, transport: Transport, workspace: Workspace) -> None:
-        self.transport = transport
-        self._workspace = workspace
-
-    def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """See `StageAlgorithm.sum_dtype`."""
-        return wire
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        table: torch.Tensor,
-        wire: torch.dtype,
-        accumulate: bool,
-        tag: int,
-        residual: torch.Tensor | None = None,
-    ) -> Steps:
-        """See `StageAlgorithm.reduce_scatter`."""
         yield
         if out.dtype == wire and not accumulate:
             self.transport.reduce_scatter(out, table).wait()
@@ -179,7 +152,7 @@ class QuantizedAlgorithm:
         self._codec = quantizer.codec
 
     def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """See `StageAlgorithm.sum_dtype`."""
+        """See `NativeAlgorithm.sum_dtype`."""
         return dtype
 
     def _allocate_payloads(self, numel: int) -> torch.Tensor:
@@ -195,7 +168,7 @@ class QuantizedAlgorithm:
         tag: int,
         residual: torch.Tensor | None = None,
     ) -> Steps:
-        """See `StageAlgorithm.reduce_scatter`.
+        """See `NativeAlgorithm.reduce_scatter`.
 
         The residual of this rank's row belongs to the next stage.
         """
