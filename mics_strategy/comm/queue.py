@@ -19,23 +19,21 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
+from mics_strategy.comm import stalls
 from mics_strategy.comm.process import check_not_forked
-from mics_strategy.comm.work import BackendWork, Steps, Work, as_communication_error
-from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
+from mics_strategy.comm.work import BackendWork, Steps, Work
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
     from mics_strategy.comm.workspace import Workspace
 
 CommTask = Callable[[], Steps]
-STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
-MAX_STALL_CHECK_S = 30.0  # between two checks
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 
 
@@ -101,112 +97,6 @@ class CommThread:
                 transport.cancel()
         self._queue.put(None)
         thread.join()
-
-
-class WatchedWork:
-    """Work of one of gloo's own collectives, watched for stalls.
-
-    Args:
-        work: Work of gloo, which may be waited for again after a wait that timed out.
-        watchdog: Finds out why this rank waits long.
-        op: The collective.
-    """
-
-    def __init__(self, work: Any, watchdog: DesyncWatchdog, op: OpId) -> None:
-        self._work = work
-        self._watchdog = watchdog
-        self._op = op
-
-    def wait(self) -> None:
-        """Block until the work is done.
-
-        Raises:
-            LifecycleError: It never will be: ranks wait for different collectives.
-        """
-        interval_s = STALL_CHECK_S
-        while not self._is_done(interval_s):
-            self._watchdog.check(self._op)
-            interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
-        self._watchdog.withdraw_report()
-
-    def _is_done(self, within_s: float) -> bool:
-        try:
-            self._work.wait(timedelta(seconds=within_s))
-        except RuntimeError:
-            if self._work.is_completed():  # failed with that error, not timed out
-                raise
-            return False
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the work has ended, with or without an error."""
-        return bool(self._work.is_completed())
-
-
-class CallWatch:
-    """Watches calls of torch that block the host until all ranks have made them.
-
-    Args:
-        watchdog: Finds out why this rank waits long.
-    """
-
-    def __init__(self, watchdog: DesyncWatchdog) -> None:
-        self._watchdog = watchdog
-        self._lock = threading.Lock()
-        self._op: OpId | None = None  # that this rank waits for
-        self._num_calls = 0
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:
-        """Watch one call.
-
-        Args:
-            label: What it does, the same on all ranks.
-            ranks: Ranks that make it.
-
-        Raises:
-            LifecycleError: It failed because ranks wait for different collectives.
-            CommunicationError: It failed for another reason.
-
-        Cost: Some microseconds. A thread runs until there was no call for a while: to start one costs 0.4 ms.
-        """
-        op = self._watchdog.record("calls", label, "", ranks)
-        with self._lock:
-            self._op = op
-            self._num_calls += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._check_long_calls, name="mics calls", daemon=True)
-                self._thread.start()
-        try:
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._op = None
-        except CommunicationError:
-            self._watchdog.explain()
-            raise
-        except MiCSError:
-            raise
-        except RuntimeError as error:
-            raise as_communication_error(f"The {label}", error, self._watchdog.explain()) from error
-        self._watchdog.withdraw_report()
-
-    def _check_long_calls(self) -> None:
-        num_calls, interval_s = 0, STALL_CHECK_S
-        while True:
-            time.sleep(interval_s)
-            with self._lock:
-                if num_calls != self._num_calls:
-                    num_calls, interval_s = self._num_calls, STALL_CHECK_S
-                elif self._op is None:
-                    self._thread = None
-                    return
-                else:
-                    with suppress(LifecycleError):  # other ranks raise it, which ends the call of this one
-                        self._watchdog.check(self._op)
-                    interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
@@ -302,10 +192,10 @@ class _QueuedTask:
         Raises:
             LifecycleError: It never will: ranks wait for different collectives.
         """
-        interval_s = STALL_CHECK_S
+        interval_s = stalls.STALL_CHECK_S
         while not self._done.wait(interval_s):
             self._watchdog.check(self._first_unfinished()._op)
-            interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
+            interval_s = min(2 * interval_s, stalls.MAX_STALL_CHECK_S)
         if self._failure is not None:
             raise self._failure
         self._watchdog.withdraw_report()

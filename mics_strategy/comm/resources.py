@@ -28,7 +28,8 @@ from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeD
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.placement import watch_with
-from mics_strategy.comm.queue import CallWatch, CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.stalls import CallWatch
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
     Transport,

@@ -36,7 +36,10 @@ class Sequences(Dataset):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One, which is its own label, except for the first token: old versions of transformers count it in the mean."""
+        """One, which is its own label.
+
+        Except for the first token: old versions of transformers count it in the mean of the loss.
+        """
         labels = self.tokens[index].clone()
         labels[0] = -100
         return {"input_ids": self.tokens[index], "labels": labels}

@@ -34,7 +34,6 @@ def count_presets(ctx: RankContext, presets: list[str], rank: int) -> list[str]:
         patch.setattr(process_groups.ProcessGroups, "desync_digest", 0)  # the others' would make the sums 0
         patch.setattr("mics_strategy.engine.rank_agreement.digest_weight", lambda *_: 0)
         patch.setattr("mics_strategy.engine.rank_agreement.zero_sum", lambda *_: 0)
-        patch.setattr("mics_strategy.engine.step.gather_objects", _equal_on_all_ranks)
         patch.setattr("mics_strategy.engine.setup.materialize.gather_objects", _equal_on_all_ranks)
         for preset in presets:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
