@@ -27,11 +27,13 @@ from mics_strategy import errors
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
+from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.placement import watch_with
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.stalls import CallWatch
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
+    GlooTransport,
     Transport,
     backend_of,
     is_point_to_point,
@@ -127,6 +129,9 @@ class CommResources:
     def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
         stages = span.split_by_link()[::-1] if len(route.hops) > 1 else (span,)
         transports = [self._transport(role, stage) for stage in stages]
+        for transport, stage in zip(transports, stages, strict=True):
+            if stage.is_inside_node:
+                _enable_peer_memory(transport)
         queue = STREAM_OF[role]
         binding = RouteBinding(
             route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
@@ -245,6 +250,19 @@ class CommResources:
         self._transports.clear()
         for mesh in self._device_meshes:
             getattr(mesh, "_pg_registry", {}).clear()  # torch 2.13; older versions know groups by name
+
+
+def _enable_peer_memory(transport: Transport) -> None:
+    """Let the ranks of one node, on gloo, read one another's memory if each can.
+
+    Collective; nothing is in flight.
+
+    Cost:
+        That of `peer_memory.connection.handshake`.
+    """
+    if isinstance(transport, GlooTransport):
+        ranks, timeout = transport.fingerprint.ranks, timeout_of(transport.group, "cpu")
+        transport.read_peers(connection.handshake(ranks, transport.index, transport.gather_row, timeout))
 
 
 class _UnsortedRank(int):

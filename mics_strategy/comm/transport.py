@@ -10,6 +10,8 @@ twice as much).
 
 A piece has a tag made from its collective. So the data of one collective never arrives in the memory of another when
 ranks diverge, and gloo, which ends the process on a message of the wrong size, never receives one.
+
+Ranks of one node that can read one another's memory do not use gloo (see `peer_memory.connection`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from typing_extensions import override
 from mics_strategy.comm.desync import CollectiveFingerprint
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.peer_memory.connection import PeerConnection
+    from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
     from mics_strategy.comm.work import BackendWork
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_HANDSHAKE_TAG = 0
 _CARRIED = frozenset(  # by gloo's and NCCL's own collectives; other dtypes are sent as bytes
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
@@ -207,13 +212,35 @@ class Transport(ABC):
 
 
 class GlooTransport(Transport):
-    """Messages from point to point over gloo."""
+    """Messages from point to point over gloo, or reads of the peers' memory."""
 
     blocks_host = True
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         super().__init__(group, axis)
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
+        self._connections: dict[int, PeerConnection] = {}
+
+    def read_peers(self, connections: dict[int, PeerConnection]) -> None:
+        """Read the memory of the peers instead of receiving messages; none for messages.
+
+        Nothing is in flight.
+
+        Args:
+            connections: Connections to all other ranks by their index, as every rank of the group has them.
+        """
+        self._connections = connections
+
+    @property
+    def has_peer_memory(self) -> bool:
+        """Whether the ranks read one another's memory."""
+        return bool(self._connections)
+
+    def gather_row(self, values: torch.Tensor) -> torch.Tensor:
+        """The small tensors [n] of all ranks, as rows [size, n]."""
+        rows = values.new_zeros(self.size, values.numel())
+        self.all_gather(rows.view(-1), values, _HANDSHAKE_TAG).wait()
+        return rows
 
     @override
     def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Messages:
@@ -233,7 +260,9 @@ class GlooTransport(Transport):
         return Messages([*recvs, *(self.send(outgoing[index], index, tag) for index in self._others)])
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
-        """Send to the rank of index `dest`."""
+        """Send to the rank of index `dest`, or let it read."""
+        if self._connections:
+            return self._connections[dest].post_send(tensor, tag)
         return self.group.send([tensor], dest, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
@@ -241,7 +270,44 @@ class GlooTransport(Transport):
 
         Messages of one tag arrive in the order of their sends.
         """
+        if self._connections:
+            return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
+
+    def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Messages:
+        """Scatter every rank's `shard` into the target of its row. Needs peer memory.
+
+        Args:
+            rows: Targets by rank, this rank's as well.
+            shard: [n], as many elements as each row.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n read.
+        """
+        if not shard.numel():
+            return Messages([])
+        sends = [self.send(shard, index, tag) for index in self._others]
+        rows[self.index].copy(shard)
+        recvs = [self._connections[index].post_recv(rows[index], tag) for index in reversed(self._others)]
+        return Messages([*recvs, *sends])
+
+    def all_to_all_scattered(self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int) -> Messages:
+        """Let all other ranks read their row of `outgoing`, and read theirs.
+
+        Needs peer memory.
+
+        Args:
+            incoming: Targets by the index of the source.
+            outgoing: Sources by the index of the destination; unchanged until the exchange has been waited for.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            The elements of `incoming` are read.
+        """
+        sends: list[BackendWork] = [self._connections[index].post_send(outgoing[index], tag) for index in self._others]
+        recvs = [self._connections[index].post_recv(incoming[index], tag) for index in reversed(self._others)]
+        return Messages([*recvs, *sends])
 
     @override
     def barrier(self, tag: int) -> None:
@@ -266,9 +332,17 @@ class GlooTransport(Transport):
         Nothing else wakes a thread that waits for a message which will never come. When the interpreter ends while
         such a thread waits, the process is aborted.
         """
+        for peer in self._connections.values():
+            peer.cancel()
         for other in self._others:  # until one is alive: where none is, nothing waits
             with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
                 self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+    @override
+    def close(self) -> None:
+        for peer in self._connections.values():
+            peer.close()
+        super().close()
 
 
 class BackendTransport(Transport):

@@ -1,7 +1,8 @@
 """Calibration: measurements of a real cluster for the planner.
 
 Every rank of the job takes part. Collectives run on the communicators that the engine would make for the same scopes,
-as training uses them. Ranks start together, and the time of the slowest one counts.
+so that gloo's peer memory and NCCL are measured as training uses them. Ranks start together, and the
+time of the slowest one counts.
 
 1. Rates of matrix products, of memory and of codecs, and the time of a transformer layer, all ranks computing at once.
 2. Each collective by size, inside nodes, between nodes, and in one stage over both.

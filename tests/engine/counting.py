@@ -1,7 +1,8 @@
 """Traffic that a step hands to the transport, counted outside of the engine.
 
 Messages and all-reduces are counted where torch takes them, in any thread, messages with their real sizes. Other
-collectives of torch are counted by the bytes that one rank must send in them.
+collectives of torch are counted by the bytes that one rank must send in them. Reads of peer memory are counted at the
+reader: a rank reads as much as the others read of it.
 """
 
 from collections import Counter
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mics_strategy.comm.peer_memory import readv
+from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, Target
+from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.engine.plan import Plan
 
 Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts calls of torch.distributed in its context.
+    """Counts calls of torch.distributed and reads of peer memory in its context.
 
     Counts are bytes of this rank, and operators by name.
 
@@ -51,7 +55,33 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
+        receive, read_into = GlooTransport.recv, readv.read_into
+        all_gather_into, all_to_all_scattered = GlooTransport.all_gather_into, GlooTransport.all_to_all_scattered
+        groups: dict[int, Any] = {}  # by the place of what they are to receive
+
+        def noted(transport: GlooTransport, tensor: torch.Tensor, *args: Any) -> Any:
+            groups[_place(tensor)] = transport.group
+            return receive(transport, tensor, *args)
+
+        def noted_apart(transport: GlooTransport, rows: list[ScatterTarget], *args: Any) -> Any:
+            groups.update(dict.fromkeys(map(_place, rows), transport.group))
+            return all_gather_into(transport, rows, *args)
+
+        def noted_exchange(transport: GlooTransport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
+            groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
+            return all_to_all_scattered(transport, incoming, *args)
+
+        def counted_read(out: Target, *args: Any) -> None:
+            read_into(out, *args)
+            if _place(out) in groups:  # else asked for before
+                self.names["read"] += 1
+                self._add(groups.pop(_place(out)), out.dtype, out.numel() * out.dtype.itemsize)
+
         self._patches = [
+            mock.patch.object(GlooTransport, "recv", noted),
+            mock.patch.object(GlooTransport, "all_gather_into", noted_apart),
+            mock.patch.object(GlooTransport, "all_to_all_scattered", noted_exchange),
+            mock.patch.object(readv, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
         ]
@@ -87,6 +117,10 @@ class CountC10d(TorchDispatchMode):
         elif namespace == "_c10d_functional" and name != "wait_tensor":
             self.names[f"functional {name}"] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _place(out: Target) -> int:
+    return out.data_ptr() if isinstance(out, torch.Tensor) else id(out)
 
 
 def _sent_bytes(name: str, args: tuple, full: torch.Tensor, group: dist.ProcessGroup) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from mics_strategy.comm.communicator import Communicator
+from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.work import Work
 
 
@@ -23,7 +24,14 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
     hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
-    originals = {name: getattr(Communicator, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    originals = {
+        (owner, name): getattr(owner, name)
+        for owner, names in (
+            (Communicator, ("all_gather", "reduce_scatter", "all_reduce")),
+            (PeerMemoryCommunicator, ("all_gather", "reduce_scatter")),
+        )
+        for name in names
+    }
     wait = Work.wait
     labels: dict[int, str] = {}
 
@@ -43,15 +51,15 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
 
         return started
 
-    for kind, original in originals.items():
-        setattr(Communicator, kind, spy(original, kind))
+    for (owner, kind), original in originals.items():
+        setattr(owner, kind, spy(original, kind))
     Work.wait = spied_wait
     try:
         yield events
     finally:
         Work.wait = wait
-        for kind, original in originals.items():
-            setattr(Communicator, kind, original)
+        for (owner, kind), original in originals.items():
+            setattr(owner, kind, original)
         for hook in hooks:
             hook.remove()
 

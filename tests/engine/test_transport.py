@@ -1,10 +1,12 @@
-"""Bytes counted by the kernel equal `traffic()`."""
+"""Bytes counted by the kernel, and bytes read from peers, equal `traffic()`."""
 
 import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.comm.peer_memory import readv
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -31,8 +34,18 @@ def bytes_sent() -> int:
     return total
 
 
-def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> tuple[int, int]:
-    """Bytes by the kernel, and by `traffic()`."""
+def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> tuple[int, int, int, int]:
+    """Bytes by the kernel, bytes read, and bytes by `traffic()`.
+
+    The latter in all, and between nodes.
+    """
+    read: list[int] = []
+    read_into = readv.read_into
+
+    def counted(out: readv.Target, process: int, addresses: Sequence[int]) -> None:
+        read_into(out, process, addresses)
+        read.append(out.numel() * out.dtype.itemsize)
+
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)
     sharded = shard(model, config, units=[nn.Linear])
@@ -40,21 +53,25 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
     for _ in range(3):
         dist.barrier()
         before = bytes_sent()
-        for _ in range(2):
-            model(torch.ones(2, 1024)).sum().backward()
-        optimizer.step()
+        read.clear()
+        with mock.patch.object(readv, "read_into", counted):
+            for _ in range(2):
+                model(torch.ones(2, 1024)).sum().backward()
+            optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
     said = sum(row.sent_bytes for row in sharded.traffic())
+    between = sum(row.sent_bytes for row in sharded.traffic() if "inter_node" in row.axis)
     deadline_s = time.monotonic() + 5.0
-    while bytes_sent() - before < said and time.monotonic() < deadline_s:
+    while bytes_sent() - before + sum(read) < said and time.monotonic() < deadline_s:
         time.sleep(0.01)  # the last ones have arrived, but may not be acknowledged yet
-    return bytes_sent() - before, said
+    return bytes_sent() - before, sum(read), said, between
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "paro-iig", "paro-nig"])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}], ids=["fp32", "bf16"])
 def test_bytes_counted_by_the_kernel_equal_traffic(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
-    for counted, said in ranks(4, count_third_step, preset, options):
+    for counted, read, said, between in ranks(4, count_third_step, preset, options):
         assert said > 4_000_000
-        assert said <= counted <= 1.01 * said  # above it, the headers of messages
+        assert counted >= between
+        assert said <= counted + read <= 1.01 * said  # above it, the headers of messages

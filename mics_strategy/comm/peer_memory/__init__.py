@@ -1,0 +1,1 @@
+"""Collectives of ranks on one node that read one another's memory."""
