@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 
-from mics_strategy.comm.placement import digest
 from mics_strategy.errors import LifecycleError
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
+_DIGEST_WIDTH = 8191  # words; a prime, so that rows of a matrix that change places change the digest
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class AssignedTensor:
         self._label = label
         self._storage = ref(tensor.untyped_storage())
         self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._digest = digest(tensor)
+        self._digest = digest_of_places(tensor)
 
     @property
     def is_kept(self) -> bool:
@@ -60,7 +60,7 @@ class AssignedTensor:
         if storage is None:
             return
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
-        if not torch.equal(digest(tensor), self._digest):
+        if not torch.equal(digest_of_places(tensor), self._digest):
             raise LifecycleError(
                 f"{self._label} was set to a tensor (by `.data`, `.grad` or `vector_to_parameters`) to which something "
                 "was written later. With torch it would share that memory; a sharded tensor has a copy of the values. "
@@ -167,3 +167,16 @@ def check_not_kept(gradient: torch.Tensor, name: str) -> None:
             "With torch that tensor would be added to; a sharded gradient has a copy of the values. Set it to a copy "
             "(`parameter.grad = tensor.clone()`), and read `parameter.grad` after the backward."
         )
+
+
+def digest_of_places(values: torch.Tensor) -> torch.Tensor:
+    """A weighted sum of a tensor's words, an int64 scalar on its device.
+
+    It changes when a few elements change, or change places.
+    """
+    flat = values.detach().reshape(-1)
+    word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
+    words, weights = flat.view(word), torch.arange(1, 2 * _DIGEST_WIDTH, 2, device=flat.device)
+    num_rows, rest = divmod(len(words), _DIGEST_WIDTH)
+    columns = words[rest:].view(num_rows, _DIGEST_WIDTH).sum(0, dtype=torch.int64)
+    return (columns * weights).sum() + (words[:rest] * weights[:rest]).sum()

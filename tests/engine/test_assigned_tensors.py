@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from mics_strategy import ShardConfig, shard
-from mics_strategy.comm.placement import digest
+from mics_strategy.engine.tensor_memory import digest_of_places
 from mics_strategy.errors import LifecycleError
 from tests.engine.training import forget_meshes, wholes
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
@@ -267,6 +267,11 @@ def test_assigned_tensors_train_as_in_one_process(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8], ids=str)
 def test_a_digest_changes_with_values_and_places(dtype: torch.dtype) -> None:
     values = torch.arange(3 * 8191 + 5).remainder(101).to(dtype)
-    digests = [digest(values), digest(values.flip(0)), digest(values.neg()), digest(values.roll(8))]
+    digests = [
+        digest_of_places(values),
+        digest_of_places(values.flip(0)),
+        digest_of_places(values.neg()),
+        digest_of_places(values.roll(8)),
+    ]
     assert len({int(value) for value in digests}) == len(digests)
-    assert digest(values[:0]) == digest(values.new_empty(0, 3)) == 0
+    assert digest_of_places(values[:0]) == digest_of_places(values.new_empty(0, 3)) == 0
