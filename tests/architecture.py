@@ -70,7 +70,7 @@ PRIMITIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distrib
 GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh")
 GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
-    *("comm", "comm.codecs", "comm.peer_memory", "tuning"),
+    *("comm", "comm.codecs", "tuning"),
     *("engine", "engine.setup", "engine.optimizer", "engine.profile", "checkpoint"),
 )
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")

@@ -477,9 +477,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="            self._copy({position: earlier})",
         new="            pass",
         tests=(
-            "tests/engine/test_zero_copy_reduce.py",
             "tests/engine/test_coalesce.py",
-            "tests/comm/test_peer_connection.py",
+            "tests/engine/test_parity.py",
         ),
     ),
     Mutation(
@@ -487,10 +486,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="a gradient is copied out of its own place",
         old="table[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel].reshape(-1)",
         new="table[:, : param_slice.chunk_numel].reshape(-1)",
-        tests=(
-            "tests/engine/test_coalesce.py",
-            "tests/engine/test_zero_copy_reduce.py",
-        ),
+        tests=("tests/engine/test_coalesce.py",),
     ),
     Mutation(
         area="optimizer locality",

@@ -6,8 +6,8 @@ A stage is a generator; up to its first `yield` it waits for no rank (see `queue
 algorithm of a stage.
 
 Sums add the rows in the order of the ranks, in fp32 or wider. That makes one rounding for each contribution of a narrow
-wire dtype instead of one for each step of a ring, and the same bits in every run. Only backends on accelerators add by
-themselves, in the wire dtype.
+wire dtype instead of one for each step of a ring, and the same bits in every run. Backends add by themselves on
+accelerators, in the wire dtype, and in plain all-reduces (`Stages.all_reduce_plain`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm import scratch, traffic
-from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.stages import Stages
-from mics_strategy.comm.transport import BackendTransport, GlooTransport
+from mics_strategy.comm.transport import BackendTransport
 from mics_strategy.comm.work import Steps, Work, check_shapes
 from mics_strategy.comm.workspace import aligned_bytes
 
@@ -43,7 +42,6 @@ class Communicator:
         transports: Transports of the stages, slowest links first; one where one stage is over all links.
         size: Ranks that take part.
         index: Index of this rank among them.
-        peer_memory: The same collectives on scattered tensors; None unless the ranks read one another's memory.
         coalesced: The same collectives on several tensors in one launch; None unless the backend supports it.
     """
 
@@ -61,10 +59,6 @@ class Communicator:
         self._stages = Stages(route, transports, workspace, device)
         self.size = route.size
         self.index = self._stages.index
-        self.peer_memory: PeerMemoryCommunicator | None = None
-        only = transports[0] if len(transports) == 1 and not route.is_quantized else None
-        if isinstance(only, GlooTransport) and only.has_peer_memory:
-            self.peer_memory = PeerMemoryCommunicator(route, only, queue, workspace)
         self.coalesced: CoalescedCommunicator | None = None
         backend_transports = [transport for transport in transports if isinstance(transport, BackendTransport)]
         if backend_transports and not route.is_quantized:

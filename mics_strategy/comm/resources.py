@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
+from mics_strategy.comm import peer_memory
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
-from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.placement import watch_with
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.stalls import CallWatch
@@ -258,11 +258,11 @@ def _enable_peer_memory(transport: Transport) -> None:
     Collective; nothing is in flight.
 
     Cost:
-        That of `peer_memory.connection.handshake`.
+        That of `peer_memory.handshake`.
     """
     if isinstance(transport, GlooTransport):
         ranks, timeout = transport.fingerprint.ranks, timeout_of(transport.group, "cpu")
-        transport.read_peers(connection.handshake(ranks, transport.index, transport.gather_row, timeout))
+        transport.read_peers(peer_memory.handshake(ranks, transport.index, transport.gather_row, timeout))
 
 
 class _UnsortedRank(int):

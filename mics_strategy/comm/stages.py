@@ -1,16 +1,18 @@
 """Collectives over the stages of a route, over any transport.
 
-Tensors go whole. An all-gather of n stages is n all-gathers, all but the first in place; a reduce-scatter is n
-reduce-scatters, and an all-reduce 2 n - 1 collectives, however many nodes there are.
+Tensors go whole. An all-gather has n stages, all but the first in place; a reduce-scatter has n, and an all-reduce
+2 n - 1, however many nodes there are. An all-reduce over one stage that neither encodes nor widens is the backend's
+own (`all_reduce_plain`), on gloo as well: the second hop of most trainings.
 
 ::
 
-    all-gather, 2 nodes of 2 ranks, rows 0 to 3; rank 0 has row 0, rank 1 of its node has row 2
+    all-gather, 2 nodes of 2 ranks, rows 0 to 3; rank 0 has row 0, rank 1 of its node has row 2: the rank inside a
+    node is the most significant digit of a row's number
 
     between nodes    rank 0:  [0 1 . .]    rank 1:  [. . 2 3]     an own row becomes `strides[1]` adjacent rows
     inside a node    rank 0:  [0 1 2 3]    rank 1:  [0 1 2 3]     these become `strides[2]` rows, all of them
 
-A reduce-scatter runs backwards.
+A reduce-scatter runs backwards, fastest links first, so that slow links carry only what a node has summed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Stages:
     """Runs collectives over the stages of a route.
 
     Each collective is a task of a queue (see `queue`): a generator that waits for no rank before its first `yield`, and
-    has a part of the workspace for itself. What it needs of it: `scratch`.
+    has a part of the workspace for itself, of the size that `comm/scratch.py` computes.
 
     Args:
         route: Stages, with their codecs.

@@ -1,8 +1,10 @@
 """Transport of tensors within one process group, one class per kind of backend.
 
-The only module that calls torch's communication primitives.
+The collectives of a training step call torch here and nowhere else. (Values that scripts read are gathered in
+`placement`, objects in `consensus`.)
 
-`GlooTransport` sends pieces point to point. `BackendTransport` uses torch's collectives, on NCCL and others.
+`GlooTransport` exchanges rows point to point, for tensors on CPUs; its all-reduces, broadcasts and all-to-alls are
+gloo's own. `BackendTransport` uses torch's collectives, on NCCL and all others.
 
 On gloo, every receive is posted before the first send, into its destination, so that nothing is copied and nothing
 allocated (gloo's own all-gather has a hidden copy of the full tensor; its own reduce-scatter is an all-reduce and sends
@@ -11,7 +13,7 @@ twice as much).
 A piece has a tag made from its collective. So the data of one collective never arrives in the memory of another when
 ranks diverge, and gloo, which ends the process on a message of the wrong size, never receives one.
 
-Ranks of one node that can read one another's memory do not use gloo (see `peer_memory.connection`).
+Ranks of one node that can read one another's memory do not use gloo (see `peer_memory`).
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ from typing_extensions import override
 from mics_strategy.comm.desync import CollectiveFingerprint
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.peer_memory.connection import PeerConnection
-    from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
+    from mics_strategy.comm.peer_memory import PeerConnection
     from mics_strategy.comm.work import BackendWork
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Transport(ABC):
         blocks_host: Whether a wait for a work blocks the CPU, so that a thread runs collectives and a watchdog
             watches them. Otherwise the backend orders them on a stream, or has finished at once.
         sums_natively: Whether sums use the backend's own reduce-scatter and all-reduce, whose order is unspecified.
-            Elsewhere rows are exchanged, and added in the order of the ranks.
+            Elsewhere rows are exchanged, and added in the order of the ranks; except `Stages.all_reduce_plain`.
         size: Ranks of the group.
         index: Index of this rank in the group.
         description: Axes and ranks as text, for errors.
@@ -274,41 +275,6 @@ class GlooTransport(Transport):
             return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
 
-    def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Messages:
-        """Scatter every rank's `shard` into the target of its row. Needs peer memory.
-
-        Args:
-            rows: Targets by rank, this rank's as well.
-            shard: [n], as many elements as each row.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            (size - 1) * n read.
-        """
-        if not shard.numel():
-            return Messages([])
-        sends = [self.send(shard, index, tag) for index in self._others]
-        rows[self.index].copy(shard)
-        recvs = [self._connections[index].post_recv(rows[index], tag) for index in reversed(self._others)]
-        return Messages([*recvs, *sends])
-
-    def all_to_all_scattered(self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int) -> Messages:
-        """Let all other ranks read their row of `outgoing`, and read theirs.
-
-        Needs peer memory.
-
-        Args:
-            incoming: Targets by the index of the source.
-            outgoing: Sources by the index of the destination; unchanged until the exchange has been waited for.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            The elements of `incoming` are read.
-        """
-        sends: list[BackendWork] = [self._connections[index].post_send(outgoing[index], tag) for index in self._others]
-        recvs = [self._connections[index].post_recv(incoming[index], tag) for index in reversed(self._others)]
-        return Messages([*recvs, *sends])
-
     @override
     def barrier(self, tag: int) -> None:
         """See `Transport.barrier`.
@@ -346,7 +312,7 @@ class GlooTransport(Transport):
 
 
 class BackendTransport(Transport):
-    """Torch's collectives, of NCCL or any other backend than gloo. They need no tags.
+    """Torch's collectives, of NCCL, or of any other backend than gloo on CPUs. They need no tags.
 
     Args:
         group: Process group, its ranks in the order of their shard index.

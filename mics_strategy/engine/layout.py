@@ -101,25 +101,6 @@ class ParamSlice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """A contiguous run of one parameter's elements in the flat buffer.
-
-    Attributes:
-        position: Position of the parameter in the bucket.
-        row: Row of the flat buffer.
-        numel: Elements of the run.
-        offset: First element, counted from the first of the requested rows.
-        start: First element in the parameter; None if the run is not contiguous there.
-    """
-
-    position: int
-    row: int
-    numel: int
-    offset: int
-    start: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
     """Layout of the parameters of one bucket.
 
@@ -223,18 +204,6 @@ class BucketLayout:
         """Rows of the flat buffer in each of `count` shards; `count` divides `ranks`."""
         rows_per_shard = self.ranks // count
         return [range(index * rows_per_shard, (index + 1) * rows_per_shard) for index in range(count)]
-
-    def extents(self, rows: range) -> list[Extent]:
-        """Contiguous runs of elements in some rows, in order, without padding."""
-        runs = []
-        for index, row in enumerate(rows):
-            for position, param_slice in enumerate(self.param_slices):
-                numel, offset = param_slice.local_shape(row).numel(), self.shard_numel * index + param_slice.offset
-                if numel:
-                    row_numel = param_slice.chunk_numel // param_slice.chunk
-                    start = None if param_slice.dim else param_slice.shard_range(row)[0] * row_numel
-                    runs.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
-        return runs
 
     def copy_pairs(
         self, flat: torch.Tensor, full: torch.Tensor, position: int

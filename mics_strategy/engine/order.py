@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #     backward <-----------------------------
 #
 # When the call (enter 2, leave 3) is entered, every forward with enter > 3 is behind the backward: block 1 is
-# resharded and, as no call of it is pending, its first hop may start. The root (enter 1) is not: it encloses the call.
+# released and, as no call of it is pending, its first hop may start. The root (enter 1) is not: it encloses the call.
 # Block 0 was entered at 6 already, but its gradients are complete only behind its earliest call:
 # `Unit.earliest_enter`, which is 2.
 #
@@ -275,8 +275,8 @@ class ExecutionOrder:
     """Order of units in the first training pass.
 
     Attributes:
-        forward: Indices of the units that the forward ran.
-        backward: Indices of the units that the backward needed.
+        forward_units: Indices of the units that the forward ran.
+        backward_units: Indices of the units that the backward needed.
         is_frozen: Whether the forward order is final.
         is_complete: Whether the backward order is final.
     """

@@ -153,7 +153,10 @@ class Reducer:
         return sum(other.collected.num_arrived for other in gradients) >= self._expected[unit.index]
 
     def _copy_collected(self) -> None:
-        """Copy the gradients of the bucket that has received the last ones."""
+        """Copy the gradients of the bucket that has received the last ones to its flat buffer.
+
+        Nothing where buckets share one staging buffer (CUDA, without codecs): the first hop copies, on its stream.
+        """
         gradient, self._collecting = self._collecting, None
         if gradient is not None:
             self._second_hops.wait(gradient)
@@ -224,8 +227,9 @@ class Reducer:
         """
         for unit in units:
             self._copy_collected()
-            # All if it had one in this backward: else a second hop that waits for its turn behind one of them would
-            # start while the unit's new first hop is in flight. If not, its own, of an earlier backward.
+            # A unit's second first hop in one backward (a reentrant checkpoint, late gradients) waits for all: else a
+            # second hop that waits for its turn behind one of them would start while the new first hop is in flight.
+            # Its first one in a backward waits for its own of an earlier backward.
             is_another = self._order.start(unit)
             for due in self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit)):
                 self._second_hops.start(due)
@@ -243,11 +247,12 @@ class Reducer:
             starts_second_hop = self.boundary.is_last and self.overlap_second_hop
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
-            for due in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):
+            num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
+            for due in self._finish_first_hops(len(self._first_hops) - num_in_flight):
                 self._second_hops.start(due)
 
     def _finish_first_hops(self, count: int) -> Iterator[GradBucket]:
-        """Wait for the `count` oldest first hops; yield what gets a second hop."""
+        """Wait for the `count` oldest first hops, on the current stream; yield what gets a second hop."""
         for _ in range(count):
             hop = self._first_hops.popleft()
             for chain in hop.chains:

@@ -3,7 +3,7 @@
 1. `pre_forward`: all-gather the unit unless its slot is current, wait, register its unsharded parameters, prefetch.
 2. `post_forward`: register its sharded parameters, remember the call, hook its outputs for the backward.
 3. `pre_backward`: release units that autograd no longer needs and start their first hops, all-gather again, prefetch.
-4. `on_grad`: collect one gradient; a complete unit starts its first hop.
+4. `on_grad`: collect one gradient; a complete unit starts its first hop when it is its turn.
 5. `post_backward`: release every unit; reduce the remaining ones in the order that all ranks share.
 6. `finish_gradients`: second hop, once per optimizer step.
 7. `post_step`: master shards are new; count the step, forget pending calls; param syncs follow now or at each next

@@ -1,8 +1,9 @@
 """Side streams: chains of collectives that overlap with compute.
 
 An `OpChain` is a sequence of ops of which each needs the one before, for example a param sync and the all-gather
-behind it. All are submitted at once, in order. On CUDA they run on a side stream, ordered by events, and the host never
-blocks. On the CPU the communication threads run them while Python computes.
+behind it. All are submitted at once, in order. On CUDA they run on a side stream, ordered by events, and the host does
+not wait for them. On the CPU the threads of `comm/queue.py` run their collectives, one thread for each kind, while
+Python computes; what follows a collective runs where it is waited for.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Op = Callable[[], Work | None]
 # 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
 #    kernels there still read. So a gather must be launched before the forward under which it shall run, and its slot
 #    must be free by then: `Engine._free_to_prefetch`.
-# 2. Whoever needs the result waits for the chain's event, on its own stream: the host never blocks. The host might free
-#    memory that a chain still reads, so the chain keeps it alive until somebody has waited (`_keepalive`).
+# 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
+#    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
+#    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
 # 3. `has_completed` is False on CUDA: a rank that acted on what has completed would launch in another order than its
 #    peers, and NCCL would wait for ever.
 # 4. With codecs, the part of a chain before its first collective runs on the encoding stream, which waits for the
@@ -107,7 +109,7 @@ class OpChain:
 
 
 class OpStream:
-    """A side stream for one kind of collective; on the CPU, nothing but an order.
+    """A side stream for one kind of collective; on the CPU it submits to the queue of that kind.
 
     What a chain does before its first collective is sent may run on a stream of its own: then one chain is encoded
     while the one before it is on the wire.

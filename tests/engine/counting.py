@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mics_strategy.comm.peer_memory import readv
-from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, Target
+from mics_strategy.comm import peer_memory
 from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.engine.plan import Plan
 
@@ -55,33 +54,22 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
-        receive, read_into = GlooTransport.recv, readv.read_into
-        all_gather_into, all_to_all_scattered = GlooTransport.all_gather_into, GlooTransport.all_to_all_scattered
-        groups: dict[int, Any] = {}  # by the place of what they are to receive
+        receive, read_into = GlooTransport.recv, peer_memory.read_into
+        groups: dict[int, Any] = {}  # by the address of what they are to receive
 
         def noted(transport: GlooTransport, tensor: torch.Tensor, *args: Any) -> Any:
-            groups[_place(tensor)] = transport.group
+            groups[tensor.data_ptr()] = transport.group
             return receive(transport, tensor, *args)
 
-        def noted_apart(transport: GlooTransport, rows: list[ScatterTarget], *args: Any) -> Any:
-            groups.update(dict.fromkeys(map(_place, rows), transport.group))
-            return all_gather_into(transport, rows, *args)
-
-        def noted_exchange(transport: GlooTransport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
-            groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
-            return all_to_all_scattered(transport, incoming, *args)
-
-        def counted_read(out: Target, *args: Any) -> None:
+        def counted_read(out: torch.Tensor, *args: Any) -> None:
             read_into(out, *args)
-            if _place(out) in groups:  # else asked for before
+            if out.data_ptr() in groups:  # else asked for before
                 self.names["read"] += 1
-                self._add(groups.pop(_place(out)), out.dtype, out.numel() * out.dtype.itemsize)
+                self._add(groups.pop(out.data_ptr()), out.dtype, out.numel() * out.itemsize)
 
         self._patches = [
             mock.patch.object(GlooTransport, "recv", noted),
-            mock.patch.object(GlooTransport, "all_gather_into", noted_apart),
-            mock.patch.object(GlooTransport, "all_to_all_scattered", noted_exchange),
-            mock.patch.object(readv, "read_into", counted_read),
+            mock.patch.object(peer_memory, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
         ]
@@ -117,10 +105,6 @@ class CountC10d(TorchDispatchMode):
         elif namespace == "_c10d_functional" and name != "wait_tensor":
             self.names[f"functional {name}"] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _place(out: Target) -> int:
-    return out.data_ptr() if isinstance(out, torch.Tensor) else id(out)
 
 
 def _sent_bytes(name: str, args: tuple, full: torch.Tensor, group: dist.ProcessGroup) -> int:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from torch import nn
 
 from mics_strategy.comm.communicator import Communicator
-from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.work import Work
 
 
@@ -24,14 +23,7 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
     hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
-    originals = {
-        (owner, name): getattr(owner, name)
-        for owner, names in (
-            (Communicator, ("all_gather", "reduce_scatter", "all_reduce")),
-            (PeerMemoryCommunicator, ("all_gather", "reduce_scatter")),
-        )
-        for name in names
-    }
+    originals = {name: getattr(Communicator, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
     wait = Work.wait
     labels: dict[int, str] = {}
 
@@ -51,15 +43,15 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
 
         return started
 
-    for (owner, kind), original in originals.items():
-        setattr(owner, kind, spy(original, kind))
+    for kind, original in originals.items():
+        setattr(Communicator, kind, spy(original, kind))
     Work.wait = spied_wait
     try:
         yield events
     finally:
         Work.wait = wait
-        for (owner, kind), original in originals.items():
-            setattr(owner, kind, original)
+        for kind, original in originals.items():
+            setattr(Communicator, kind, original)
         for hook in hooks:
             hook.remove()
 

@@ -116,8 +116,9 @@ def test_every_element_is_padding_or_belongs_to_a_parameter(degree: int) -> None
     layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 6, 32)
     for rows in layout.shard_slices(degree):
         slice_ = torch.zeros(layout.numel_at(degree), dtype=torch.int64)
-        for stretch in layout.extents(rows):
-            slice_[stretch.offset : stretch.offset + stretch.numel] += 1
+        for row, table_row in zip(rows, slice_.view(len(rows), -1), strict=True):
+            for param_slice in layout.param_slices:
+                table_row[param_slice.offset :][: param_slice.local_shape(row).numel()] += 1
         for view in layout.padding_views(slice_, rows):
             view += 1
         assert (slice_ == 1).all()

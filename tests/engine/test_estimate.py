@@ -51,7 +51,7 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
 def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     """All purposes except those in which gloo differs from a GPU.
 
-    Messages need other workspaces than a GPU's collectives, and reads of peer memory need no staging buffers. Threads
+    Messages need other workspaces than a GPU's collectives. Threads
     of gloo need a flat buffer for each first hop in flight, where a stream needs one for all.
     """
     expected = estimated(config)

@@ -100,32 +100,6 @@ def test_strided_view_equals_the_pairs_where_pieces_are_full(shape: tuple[int, .
 
 
 @ranks_
-def test_extents_of_all_shards_are_the_parameters_without_padding(ranks: int) -> None:
-    """Whatever the scope at which the slices are."""
-    layout = _plan(ranks, *SHAPES)
-    fulls = [_numbered(param_slice.shape) for param_slice in layout.param_slices]
-    flat = _flat(layout, fulls)
-    for count in (each for each in range(1, ranks + 1) if ranks % each == 0):
-        rest = flat.clone()
-        for rows, shard, left in zip(
-            layout.shard_slices(count), flat.view(count, -1), rest.view(count, -1), strict=True
-        ):
-            for extent in layout.extents(rows):
-                param_slice, elements = (
-                    layout.param_slices[extent.position],
-                    slice(extent.offset, extent.offset + extent.numel),
-                )
-                expected = param_slice.narrow(fulls[extent.position], extent.row).reshape(-1)
-                assert torch.equal(shard[elements], expected)
-                assert (extent.start is None) == bool(param_slice.dim)
-                if extent.start is not None:
-                    full = fulls[extent.position].view(-1)
-                    assert torch.equal(full[extent.start : extent.start + extent.numel], expected)
-                left[elements] = -1.0
-        assert bool((rest == -1.0).all()), "an element in no extent"
-
-
-@ranks_
 def test_copy_pairs_cover_every_element_once(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     fulls = [torch.zeros(shape) for shape in SHAPES]

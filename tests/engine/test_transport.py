@@ -4,7 +4,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.comm.peer_memory import readv
+from mics_strategy.comm import peer_memory
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -40,11 +39,11 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
     The latter in all, and between nodes.
     """
     read: list[int] = []
-    read_into = readv.read_into
+    read_into = peer_memory.read_into
 
-    def counted(out: readv.Target, process: int, addresses: Sequence[int]) -> None:
-        read_into(out, process, addresses)
-        read.append(out.numel() * out.dtype.itemsize)
+    def counted(out: torch.Tensor, process: int, address: int) -> None:
+        read_into(out, process, address)
+        read.append(out.numel() * out.itemsize)
 
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)
@@ -54,7 +53,7 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
         dist.barrier()
         before = bytes_sent()
         read.clear()
-        with mock.patch.object(readv, "read_into", counted):
+        with mock.patch.object(peer_memory, "read_into", counted):
             for _ in range(2):
                 model(torch.ones(2, 1024)).sum().backward()
             optimizer.step()

@@ -137,7 +137,7 @@ REAL = [
     ShardConfig.preset("zeropp-hpz", topology=Topology(ranks_per_node=2)),
     ShardConfig.preset("mics", params=1, grads=2, optimizer=4, topology=Topology(ranks_per_node=2), prefetch=2),
 ]
-# Threads of gloo have flat buffers for several first hops and other workspaces, and read peers' memory without any.
+# Threads of gloo have flat buffers for several first hops, and other workspaces.
 STAGING = ("workspaces", "all-gather staging buffers", "gradient staging buffers")
 SMALL = shape("gpt2", dropout=False)
 

@@ -1,1 +1,0 @@
-"""Collectives of ranks on one node that read one another's memory."""
