@@ -210,7 +210,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="optimizers",
         claim="a state that is the gradient is copied",
-        old="value.clone() if is_alias else value",
+        old="value.clone() if value.data_ptr() in written else value",
         new="value",
         tests=("tests/engine/optimizer/test_odd_steps.py",),
     ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from mics_strategy.comm.route import ALL_REDUCE
-from mics_strategy.comm.stalls import WatchedWork
+from mics_strategy.comm.watched_work import WatchedWork
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.errors import MiCSError
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.comm.stalls import CallWatch
+    from mics_strategy.comm.watched_work import CallWatch
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm import stalls
+from mics_strategy.comm import watched_work
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.work import BackendWork, Steps, Work
 
@@ -192,10 +192,10 @@ class _QueuedTask:
         Raises:
             LifecycleError: It never will: ranks wait for different collectives.
         """
-        interval_s = stalls.STALL_CHECK_S
+        interval_s = watched_work.STALL_CHECK_S
         while not self._done.wait(interval_s):
             self._watchdog.check(self._first_unfinished()._op)
-            interval_s = min(2 * interval_s, stalls.MAX_STALL_CHECK_S)
+            interval_s = min(2 * interval_s, watched_work.MAX_STALL_CHECK_S)
         if self._failure is not None:
             raise self._failure
         self._watchdog.withdraw_report()

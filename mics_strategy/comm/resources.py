@@ -30,7 +30,6 @@ from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.placement import watch_with
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
-from mics_strategy.comm.stalls import CallWatch
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
     GlooTransport,
@@ -40,6 +39,7 @@ from mics_strategy.comm.transport import (
     make_transport,
     timeout_of,
 )
+from mics_strategy.comm.watched_work import CallWatch
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import STREAM_OF, STREAMS

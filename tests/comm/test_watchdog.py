@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm import stalls
+from mics_strategy.comm import watched_work
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.process_groups import ProcessGroups
@@ -38,8 +38,8 @@ worlds = pytest.mark.parametrize(("world", "per_node"), [(2, 2), (2, 1), (4, 2)]
 @contextmanager
 def impatient(patience_s: float = 0.2) -> Iterator[None]:
     with (
-        mock.patch.object(stalls, "STALL_CHECK_S", patience_s),
-        mock.patch.object(stalls, "MAX_STALL_CHECK_S", patience_s),
+        mock.patch.object(watched_work, "STALL_CHECK_S", patience_s),
+        mock.patch.object(watched_work, "MAX_STALL_CHECK_S", patience_s),
     ):
         yield
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
-from mics_strategy.comm import stalls
+from mics_strategy.comm import watched_work
 from tests.ranks import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.wide
@@ -108,7 +108,7 @@ def _read_on_rank_0(ctx: RankContext, preset: str, read: str) -> None:
     model = Layers()
     shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
     model(torch.ones(2, 6), STRAIGHT).sum().backward()
-    with mock.patch.object(stalls, "STALL_CHECK_S", 0.3):  # ranks begin to wait at about the same time
+    with mock.patch.object(watched_work, "STALL_CHECK_S", 0.3):  # ranks begin to wait at about the same time
         if ctx.rank == 0:
             READS[read](model.layers[2].weight)
         model(torch.ones(2, 6), STRAIGHT).sum().backward()
