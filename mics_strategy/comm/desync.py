@@ -11,6 +11,7 @@ the job, and compares it with the reports of its peers.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from mics_strategy.errors import LifecycleError
 
+_logger = logging.getLogger(__name__)
 STEPS = "optimizer steps"  # name of the fingerprint that counts them
 _MODULUS = (1 << 18) - 5  # the digests of a thousand ranks fit into 32 bits
 
@@ -155,18 +157,18 @@ class _Report:
 
 
 class DesyncWatchdog:
-    """Finds ranks of one model that wait for each other.
+    """Finds ranks that wait for each other, in the collectives of all models of a job.
 
     Args:
-        name: Name of the model, the same on all ranks.
         rank: Rank of this process.
 
     Attributes:
+        num_models: Models of the job so far. Reports and errors of before the last one was made do not count.
         num_backwards: Backwards that have begun on this rank.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
-        self._name = name
+    def __init__(self, rank: int) -> None:
+        self.num_models = 0
         self._rank = rank
         self._bounded = BoundedStore()
         self._store = self._bounded.store
@@ -196,6 +198,16 @@ class DesyncWatchdog:
         message = self._bounded.run_within(lambda: self._compare(op))
         if message:
             raise LifecycleError(message)
+
+    def warn(self, op: OpId) -> None:
+        """Log that this rank waits long, and which ranks wait for nothing that the engine knows."""
+        if self._silent:
+            names = ", ".join(f"rank {rank}" for rank in sorted(self._silent))
+            _logger.warning(
+                "Rank %d waits for %s, and not yet known to take part: %s. If it reads the value alone (`if rank == "
+                "0:`), let all ranks read it; it waits until the timeout of the group otherwise.",
+                *(self._rank, op, names),
+            )
 
     def withdraw_report(self) -> None:
         """Withdraw the report: the collective for which this rank waited has completed."""
@@ -259,7 +271,8 @@ class DesyncWatchdog:
             return (
                 f"{problem}Rank {first[0]} has begun {first[2]} backward passes, rank {second[0]} {second[2]}. A rank "
                 "without a loss (an empty batch) must also run the backward of its forward, of a loss that is zero: "
-                "`(outputs.sum() * 0).backward()`. Where nodes run different numbers of backwards on purpose, declare "
+                "`(outputs.sum() * 0).backward()`; and no forward may run on some ranks alone (`if rank == 0:`). Where "
+                "nodes run different numbers of backwards on purpose, declare "
                 "the last one (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`."
             )
         return (
@@ -337,7 +350,7 @@ class DesyncWatchdog:
         return silent
 
     def _key(self, suffix: int | str) -> str:
-        return f"mics/waits/{self._name}/{suffix}"
+        return f"mics/waits/{self.num_models}/{suffix}"
 
 
 T = TypeVar("T")

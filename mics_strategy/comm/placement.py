@@ -12,20 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from mics_strategy.comm.watched_work import call_watch
+
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.comm.watched_work import CallWatch
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62
-_watches: WeakKeyDictionary[DeviceMesh, CallWatch] = WeakKeyDictionary()
 
 
 class ReplicaRandom:
@@ -177,22 +176,17 @@ def sum_parts(tensor: DTensor) -> DTensor:
         return DTensor.redistribute(tensor, placements=placements)
 
 
-def watch_with(watch: CallWatch, mesh: DeviceMesh) -> None:
-    """Watch what ranks do together with the tensors of a mesh; of models with equal meshes the last one watches."""
-    _watches[mesh] = watch
-
-
 @contextmanager
 def _watched(tensor: DTensor, kind: str) -> Iterator[None]:
     """Watch what ranks do together that have different parts of a tensor, if that blocks the host."""
     mesh = tensor.device_mesh
-    watch = _watches.get(mesh) if tensor.device.type == "cpu" else None
-    if watch is None:
+    if tensor.device.type != "cpu" or mesh.size() == 1:
         yield
         return
     dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     ranks = dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
-    with watch.watching(f"{kind} of a sharded tensor of shape {tuple(tensor.shape)}", frozenset(ranks)):
+    label = f"{kind} of a sharded tensor of shape {tuple(tensor.shape)}"
+    with call_watch(dist.get_rank()).watching(label, frozenset(ranks)):
         yield
 
 

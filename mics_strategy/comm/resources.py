@@ -27,8 +27,6 @@ from mics_strategy import errors
 from mics_strategy.comm import peer_memory
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
-from mics_strategy.comm.desync import DesyncWatchdog
-from mics_strategy.comm.placement import watch_with
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
@@ -39,7 +37,7 @@ from mics_strategy.comm.transport import (
     make_transport,
     timeout_of,
 )
-from mics_strategy.comm.watched_work import CallWatch
+from mics_strategy.comm.watched_work import call_watch
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import STREAM_OF, STREAMS
@@ -83,8 +81,9 @@ class CommResources:
         self.traffic_log = TrafficLog()
         self.number = _count_models()
         self.process_id = os.getpid()
-        self.watchdog = DesyncWatchdog(str(self.number), self.rank)
-        self.call_watch = CallWatch(self.watchdog)
+        self.call_watch = call_watch(self.rank)
+        self.watchdog = self.call_watch.watchdog
+        self.watchdog.num_models = self.number + 1
         self.workspaces = {stream: Workspace() for stream in STREAMS}
         self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
@@ -209,7 +208,6 @@ class CommResources:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""
         mesh = self._make_device_mesh(shard_span, replicate_span)
         self._device_meshes.append(mesh)
-        watch_with(self.call_watch, mesh)
         return mesh
 
     def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
+from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.work import as_communication_error
 from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.desync import DesyncWatchdog, OpId
+    from mics_strategy.comm.desync import OpId
 
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
 MAX_STALL_CHECK_S = 30.0  # between two checks
+LONG_WAIT_S = 8.0  # between two checks, when a rank warns that it waits
 
 
 class WatchedWork:
@@ -70,7 +75,7 @@ class CallWatch:
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
-        self._watchdog = watchdog
+        self.watchdog = watchdog
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0
@@ -90,12 +95,12 @@ class CallWatch:
 
         Cost: Some microseconds. A thread runs until there was no call for a while: to start one costs 0.4 ms.
         """
-        op = self._watchdog.record("calls", label, "", ranks)
+        op = self.watchdog.record("calls", label, "", ranks)
         with self._lock:
             self._op = op
             self._num_calls += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._check_long_calls, name="mics calls", daemon=True)
+                self._thread = threading.Thread(target=self._check_long_calls, name="watch of calls", daemon=True)
                 self._thread.start()
         try:
             try:
@@ -104,13 +109,13 @@ class CallWatch:
                 with self._lock:
                     self._op = None
         except CommunicationError:
-            self._watchdog.explain()
+            self.watchdog.explain()
             raise
         except MiCSError:
             raise
         except RuntimeError as error:
-            raise as_communication_error(f"The {label}", error, self._watchdog.explain()) from error
-        self._watchdog.withdraw_report()
+            raise as_communication_error(f"The {label}", error, self.watchdog.explain()) from error
+        self.watchdog.withdraw_report()
 
     def _check_long_calls(self) -> None:
         num_calls, interval_s = 0, STALL_CHECK_S
@@ -124,5 +129,18 @@ class CallWatch:
                     return
                 else:
                     with suppress(LifecycleError):  # other ranks raise it, which ends the call of this one
-                        self._watchdog.check(self._op)
+                        self.watchdog.check(self._op)
+                    if interval_s >= LONG_WAIT_S > interval_s / 2:
+                        self.watchdog.warn(self._op)
                     interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
+
+
+_call_watches: WeakKeyDictionary[Any, CallWatch] = WeakKeyDictionary()
+
+
+def call_watch(rank: int) -> CallWatch:
+    """What watches the calls of this rank, and of all models: one for each default group."""
+    watch = _call_watches.get(dist.group.WORLD)
+    if watch is None:
+        watch = _call_watches[dist.group.WORLD] = CallWatch(DesyncWatchdog(rank))
+    return watch

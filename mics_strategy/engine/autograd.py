@@ -25,7 +25,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -232,4 +232,23 @@ def _no_local_gradient(parameter: ShardedParameter) -> LifecycleError:
     return LifecycleError(
         f"`torch.autograd.grad` was asked for the gradient of the sharded parameter `{parameter.mics_name}`, which no "
         "rank has whole. Call `backward()`, on every rank, and read `parameter.grad`."
+    )
+
+
+def check_not_traced() -> None:
+    """Raise while torch traces or exports a sharded model, or runs it without values (`FakeTensorMode`)."""
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_fake or torch._C._is_tracing() or torch.compiler.is_exporting():
+        refuse_conversion()
+
+
+def refuse_conversion() -> NoReturn:
+    """Raise the error of a conversion.
+
+    Raises:
+        LifecycleError: Always.
+    """
+    raise LifecycleError(
+        "A sharded model cannot be traced, scripted or exported (`torch.jit`, `torch.export`, ONNX), because each rank "
+        "has only its shards. Build the plain model, load `sharded.full_state_dict()` into it, and convert that one."
     )

@@ -48,6 +48,7 @@ from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
+from mics_strategy.engine.tensor_memory import follow_overwritten
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.engine.user_collectives import run_collective
 from mics_strategy.errors import LifecycleError
@@ -82,9 +83,8 @@ class ExactDTensor(PythonValues, DTensor):
     def data(self, value: torch.Tensor) -> None:
         """Behave as if this tensor were moved to the memory of `value`. The engine's own tensors stay where they are.
 
-        Aliases keep their values, as scripts expect that put averaged weights into a model, and the weights back. From
-        now on `value` is an alias of the engine's tensor; a plain one, and one of other placements, are copied. A write
-        to them is an error at the next use.
+        Aliases keep their values, as scripts expect that swap averaged weights and weights. From now on `value` is an
+        alias of the engine's tensor. Others than alike ones are copied; a write to them is an error at the next use.
         """
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LifecycleError(
@@ -109,7 +109,7 @@ class ExactDTensor(PythonValues, DTensor):
         with torch.no_grad():
             self.copy_(value)
         if self.mics_memory is not None:
-            self.mics_memory.watch(self.mics_label, value._local_tensor if isinstance(value, DTensor) else value)
+            self.mics_memory.watch(self.mics_label, getattr(value, "_local_tensor", value), self.numel())
             if alike is not None:
                 self.mics_memory.give(alike, self)
 
@@ -151,9 +151,7 @@ class ExactDTensor(PythonValues, DTensor):
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank. Collective over the ranks of its mesh.
-
-        It receives the mean of all ranks' gradients.
+        """The whole tensor on every rank, which receives the mean of all ranks' gradients. Collective over its mesh.
 
         Args:
             grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
@@ -282,6 +280,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_flat = op_schema.are_flat(args, kwargs)
     tensors = [a for a in args if isinstance(a, torch.Tensor)] if is_flat else tensors_in((args, kwargs))
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
+    follow_overwritten(func, args)
     for tensor in exact:
         if func is not _aten.detach.default:
             tensor.mics_before_read()

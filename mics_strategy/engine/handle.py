@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
+from mics_strategy.engine.autograd import check_not_traced
 from mics_strategy.engine.hooks import EngineLink, install, register_forward_method
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
@@ -128,7 +129,7 @@ class Sharded:
         Raises:
             LifecycleError: Parameters were added, replaced or removed since `shard`, or torch traces the model.
         """
-        guards.check_not_traced()
+        check_not_traced()
         self._step_hooks.reset_after_error()
         target = self._target
         if target.is_check_due:

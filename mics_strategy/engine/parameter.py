@@ -93,7 +93,7 @@ class ShardedParameter(ExactDTensor):
         if isinstance(value, ExactDTensor) and value.mics_memory is None:
             value.mics_memory = TensorMemory(finish=self.mics_link.finish_gradients)
             if whole is not None:
-                value.mics_memory.watch(f"The gradient of `{self.mics_name}`", whole)
+                value.mics_memory.watch(f"The gradient of `{self.mics_name}`", whole, value.numel())
         self.raw_grad = value
 
     @grad.deleter
@@ -127,10 +127,16 @@ class ShardedParameter(ExactDTensor):
             LifecycleError: It has written to a tensor that it had assigned before, or hooks autograd's node.
         """
         self.mics_memory.check_assigned()
-        if self.mics_memory.may_have_node:
-            self.mics_memory.may_have_node = False
-            if has_node_hooks(self):
-                self._refuse_hook()
+        self.check_hooks()
+
+    def check_hooks(self) -> None:
+        """Check that no script has hooks on autograd's node.
+
+        Raises:
+            LifecycleError: One has.
+        """
+        if self.mics_memory.may_have_node and has_node_hooks(self):
+            self._refuse_hook()
 
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
@@ -149,9 +155,10 @@ def has_node_hooks(parameter: torch.Tensor) -> bool:
 
     Scripts get this node from an operation on the parameter (`parameter.expand_as(parameter)`).
     """
-    if not parameter.requires_grad:
+    if not parameter.requires_grad or parameter.is_inference():
         return False
-    with torch.enable_grad(), fast_attributes(), torch._C._DisableTorchDispatch():  # the view is used for its node only
+    # The view is used for its node only.
+    with torch.inference_mode(False), torch.enable_grad(), fast_attributes(), torch._C._DisableTorchDispatch():
         view: Any = parameter.view_as(parameter)
     node = view.grad_fn.next_functions[0][0]
     handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]

@@ -321,6 +321,8 @@ class Engine:
 
         `post_backward` ends it.
         """
+        for unit in self.units:
+            unit.check_hooks()
         self._in_backward = True
         self.backwards.begin()
         self.reducer.boundary.begin_backward(self.backwards.num_unused)

@@ -35,12 +35,26 @@ class AssignedTensor:
     Args:
         label: Name of the parameter or gradient, for errors.
         tensor: The tensor, whose memory is referenced weakly.
+        numel: Elements of the whole parameter or gradient.
+
+    Raises:
+        LifecycleError: It is assigned to another parameter or gradient already. With torch the two would be tied.
 
     Cost: One read of the tensor, here and in each check.
     """
 
-    def __init__(self, label: str, tensor: torch.Tensor) -> None:
+    _living: ClassVar[WeakValueDictionary[int, AssignedTensor]] = WeakValueDictionary()  # by address
+
+    def __init__(self, label: str, tensor: torch.Tensor, numel: int) -> None:
         self._label = label
+        self.numel = numel
+        tied = self._living.get(tensor.data_ptr())
+        if tied is not None and tied.is_kept:
+            raise LifecycleError(
+                f"{label} would share memory with {tied._label[0].lower()}{tied._label[1:]}, which was set to the same "
+                "tensor. Assign a copy (`tensor.clone()`), or tie parameters before `shard()`."
+            )
+        self._living[tensor.data_ptr()] = self
         self._storage = ref(tensor.untyped_storage())
         self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._digest = digest_of_places(tensor)
@@ -50,17 +64,26 @@ class AssignedTensor:
         """Whether something still refers to the tensor, or to another one on its memory."""
         return self._storage() is not None
 
+    def follow(self) -> None:
+        """Take the present values of the tensor for those it had: what has a copy of them is overwritten."""
+        tensor = self._tensor()
+        if tensor is not None:
+            self._digest = digest_of_places(tensor)
+
+    def _tensor(self) -> torch.Tensor | None:
+        storage = self._storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+
     def check(self) -> None:
         """Raise if the tensor was written to.
 
         Raises:
             LifecycleError: It was.
         """
-        storage = self._storage()
-        if storage is None:
-            return
-        tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
-        if not torch.equal(digest_of_places(tensor), self._digest):
+        tensor = self._tensor()
+        if tensor is not None and not torch.equal(digest_of_places(tensor), self._digest):
             raise LifecycleError(
                 f"{self._label} was set to a tensor (by `.data`, `.grad` or `vector_to_parameters`) to which something "
                 "was written later. With torch it would share that memory; a sharded tensor has a copy of the values. "
@@ -116,9 +139,14 @@ class TensorMemory:
         if self.assigned is not None:
             self.assigned.check()
 
-    def watch(self, label: str, tensor: torch.Tensor) -> None:
-        """Note a tensor whose values were assigned."""
-        self.assigned = AssignedTensor(label, tensor)
+    def watch(self, label: str, tensor: torch.Tensor, numel: int) -> None:
+        """Note a tensor whose values were assigned; see `AssignedTensor`.
+
+        Raises:
+            LifecycleError: It is assigned to another parameter or gradient already.
+        """
+        self.assigned = None
+        self.assigned = AssignedTensor(label, tensor, numel)
         TensorMemory.has_checks = True
 
     def add(self, tensor: ExactDTensor) -> None:
@@ -169,12 +197,35 @@ def check_not_kept(gradient: torch.Tensor, name: str) -> None:
         )
 
 
+_aten = torch.ops.aten
+_OVERWRITES = frozenset(
+    (
+        *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
+        *(_aten.normal_.default, _aten.uniform_.default, _aten._foreach_zero_.default, _aten._foreach_copy_.default),
+    )
+)
+
+
+def follow_overwritten(func: Any, args: tuple[Any, ...]) -> None:
+    """Forgive writes to assigned tensors where an operation overwrites the whole parameter or gradient.
+
+    Args:
+        func: Operation that is about to run.
+        args: Its arguments; it overwrites the first one, a tensor or a list of them.
+    """
+    if TensorMemory.has_checks and func in _OVERWRITES:
+        for tensor in args[0] if isinstance(args[0], list) else args[:1]:
+            memory: TensorMemory | None = getattr(tensor, "mics_memory", None)
+            if memory is not None and memory.assigned is not None and memory.assigned.numel == tensor.numel():
+                memory.assigned.follow()
+
+
 def digest_of_places(values: torch.Tensor) -> torch.Tensor:
     """A weighted sum of a tensor's words, an int64 scalar on its device.
 
     It changes when a few elements change, or change places.
     """
-    flat = values.detach().reshape(-1)
+    flat = values.detach().reshape(-1).contiguous()
     word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     words, weights = flat.view(word), torch.arange(1, 2 * _DIGEST_WIDTH, 2, device=flat.device)
     num_rows, rest = divmod(len(words), _DIGEST_WIDTH)

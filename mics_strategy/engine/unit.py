@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from mics_strategy.engine.autograd import UnshardedParameter
+from mics_strategy.engine.autograd import UnshardedParameter, check_not_traced
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool, levels_of
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
@@ -189,6 +189,7 @@ class Unit:
 
         Called before a forward's first collective.
         """
+        check_not_traced()
         may_train = torch.is_grad_enabled()  # an adapter is made trainable for a moment, to be a reference
         for bucket in self.buckets:
             if TensorMemory.has_checks or (may_train and not bucket.spec.trainable):
@@ -196,6 +197,12 @@ class Unit:
                     sharded.check_use()
                     if may_train:
                         check_still_frozen(bucket, sharded)
+
+    def check_hooks(self) -> None:
+        """Check that no script has hooks that the backward would not run."""
+        for bucket in self.buckets if TensorMemory.has_checks else ():
+            for sharded in bucket.sharded_params:
+                sharded.check_hooks()
 
     def enter_forward(self) -> None:
         """Register the unsharded parameters, for a forward or a recomputation."""

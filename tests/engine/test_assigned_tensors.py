@@ -153,7 +153,22 @@ def transposed_memory_of_another_parameter(model: nn.Module, _: SGD) -> None:
     model[0].weight.data = model[2].weight.data.t()
 
 
+def same_tensor_for_two_parameters(model: nn.Module, _: SGD) -> None:
+    value = torch.zeros(7, 4, dtype=torch.float64)
+    model[0].weight.data = value
+    model[0].weight.grad = value
+
+
+def columns_are_written(model: nn.Module, _: SGD) -> None:
+    table = torch.ones(4, 3, dtype=torch.float64)
+    model[2].bias.data = table[:, 1]
+    table[0, 1] = 2
+    evaluate(model)
+
+
 REFUSED: dict[Script, str] = {
+    same_tensor_for_two_parameters: r"gradient of `0.weight` would share memory with `0.weight`.*tensor.clone\(\)",
+    columns_are_written: r"`2.bias` was set to a tensor",
     flat_buffer_is_scaled: r"`0.weight` was set to a tensor .* written later.*Set it again",
     vector_is_scaled: r"`0.weight` was set to a tensor",
     vector_of_parameters_is_scaled: r"`0.weight` was set to a tensor",
@@ -227,7 +242,29 @@ def gradients_are_set_from_one_buffer(model: nn.Module, scratch: Tensor) -> None
         parameter.grad = part
 
 
+@torch.no_grad()
+def parameters_are_overwritten(model: nn.Module, scratch: Tensor) -> None:
+    """After a write to what they were set to, as the error advises."""
+    assign(model, scratch)
+    scratch.add_(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.full(parameter.shape, 0.1, dtype=torch.float64))
+        if parameter.dim() > 1:
+            nn.init.zeros_(parameter)
+    evaluate(model)
+
+
+def gradients_are_overwritten(model: nn.Module, scratch: Tensor) -> None:
+    for parameter, part in zip(model.parameters(), views_of(scratch, model), strict=True):
+        parameter.grad = part
+    scratch.add_(1)
+    model[0].weight.grad.copy_(torch.ones(7, 4, dtype=torch.float64))
+    SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+
+
 ALLOWED = (
+    parameters_are_overwritten,
+    gradients_are_overwritten,
     vector_is_reused,
     buffer_is_filled_and_set_by_turns,
     the_rest_of_a_buffer_is_written,

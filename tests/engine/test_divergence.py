@@ -3,7 +3,9 @@
 They would otherwise receive each other's parameters.
 """
 
+import logging
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -94,6 +96,48 @@ def test_divergence_in_evaluation_raises_in_training(ranks: RankPool) -> None:
         RankError, match=r"Ranks diverged.*layers.1 \(collective 1 of its queue\).*layers.2.*Remove any evalua"
     ):
         ranks(2, _evaluate_then_train, timeout_s=20.0)
+
+
+def _read_between_two_models(ctx: RankContext) -> None:
+    """As in the training of two networks against each other."""
+    one, other = Layers(), Layers()
+    for model in (one, other):
+        shard(model, "zero3", units=[nn.Linear])
+        model(torch.ones(2, 6), STRAIGHT).sum().backward()
+    with mock.patch.object(watched_work, "STALL_CHECK_S", 0.3):
+        if ctx.rank == 0:
+            other.layers[0].weight.norm()
+        one(torch.ones(2, 6), STRAIGHT).sum().backward()
+
+
+def test_a_value_that_one_rank_alone_reads_is_told_where_the_others_run_another_model(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 0 for the reduction of a sharded.*rank 1 for the all-gather") as failure:
+        ranks(2, _read_between_two_models, timeout_s=20.0)
+    assert {type(error) for error in failure.value.by_rank.values()} == {LifecycleError}
+
+
+def _read_behind_the_last_step(ctx: RankContext) -> list[str]:
+    """The warnings of rank 0, which waits while the others do something that the engine does not know."""
+    model = Layers()
+    shard(model, "zero3", units=[nn.Linear])
+    messages: list[str] = []
+    logger = logging.getLogger("mics_strategy.comm.desync")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    limits = {"STALL_CHECK_S": 0.1, "LONG_WAIT_S": 0.2}
+    with mock.patch.multiple(watched_work, **limits):
+        if ctx.rank:
+            time.sleep(2.0)
+        model.layers[0].weight.norm()
+    logger.removeHandler(handler)
+    return messages
+
+
+def test_a_rank_that_reads_long_before_the_others_warns_and_goes_on(ranks: RankPool) -> None:
+    [message], *others = ranks(2, _read_behind_the_last_step, timeout_s=20.0)
+    assert others == [[]]
+    assert re.search(r"Rank 0 waits for the reduction .* take part: rank 1\..*let all ranks read it", message)
 
 
 READS: dict[str, Callable[[Any], object]] = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -228,6 +229,15 @@ def node_prehook_after(ctx: RankContext) -> None:
     (model(torch.zeros(1, 5)).sum() + penalty).backward()
 
 
+def node_hook_before_a_backward(ctx: RankContext) -> None:
+    """On a node that was taken before; a script would remove the hook after the backward."""
+    model = _mlp()
+    node = accumulation_node(model[2].up.weight)
+    loss = model(torch.zeros(1, 5)).sum()
+    node.register_prehook(lambda grads: (grads[0] * 0,))
+    loss.backward()
+
+
 def traced(ctx: RankContext) -> None:
     torch.jit.trace(_mlp(), torch.zeros(1, 5))
 
@@ -247,6 +257,23 @@ def inner_module_scripted(ctx: RankContext) -> None:
 
 def exported(ctx: RankContext) -> None:
     torch.export.export(_mlp(), (torch.zeros(1, 5),))
+
+
+def unit_exported_in_a_training(ctx: RankContext) -> None:
+    """Which goes on afterwards."""
+    model = _mlp()
+    loss = model(torch.zeros(1, 5)).sum()
+    try:
+        torch.export.export(model[2], (torch.zeros(1, 5),))
+    finally:
+        loss.backward()
+        model(torch.zeros(1, 5)).sum().backward()
+
+
+def run_without_values(ctx: RankContext) -> None:
+    model = _mlp()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.zeros(1, 5))
 
 
 def deep_copy(ctx: RankContext) -> None:
@@ -474,6 +501,9 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (node_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (node_hook_after, LifecycleError, r"hook on the sharded parameter `2.up.weight` would never run"),
     (node_prehook_after, LifecycleError, r"hook on the sharded parameter `0.bias` would never run"),
+    (node_hook_before_a_backward, LifecycleError, r"hook on the sharded parameter `2.up.weight` would never run"),
+    (unit_exported_in_a_training, LifecycleError, _CONVERTED),
+    (run_without_values, LifecycleError, _CONVERTED),
     (traced, LifecycleError, _CONVERTED),
     (traced_in_a_function, LifecycleError, _CONVERTED),
     (scripted, LifecycleError, _CONVERTED),

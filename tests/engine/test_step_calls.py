@@ -15,7 +15,7 @@ from tests.ranks import RankContext, RankPool
 
 NUM_UNITS, FEW, MANY = 3, 4, 20
 NUM_COUNTED = 6
-CEILINGS = {"zero3": (28, 42), "zero1": (32, 45), "ddp": (32, 45)}  # Python functions and builtins; they may only fall
+CEILING, BUILTIN_CEILING = 26, 41  # Python functions and builtins; they may only fall
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")  # no calls from Python 3.12 on
 
 
@@ -35,7 +35,8 @@ def calls_of_a_step(preset: str, num_parameters: int) -> dict[str, int]:
     """
     forget_meshes()
     model = nn.Sequential(*(Unit(num_parameters) for _ in range(NUM_UNITS)))
-    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), hierarchical=True), units=[Unit])
+    options = {"hierarchical": True, "overlap": set()}  # what is still in flight is asked for again and again
+    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options), units=[Unit])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -61,8 +62,8 @@ def calls_per_parameter(ctx: RankContext, preset: str) -> tuple[float, float]:
     return (many["call"] - few["call"]) / num_more, (many["c_call"] - few["c_call"]) / num_more
 
 
-@pytest.mark.parametrize("preset", CEILINGS)
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "ddp"])
 def test_a_parameter_costs_few_calls_in_a_step(ranks: RankPool, preset: str) -> None:
     for python, builtin in ranks(4, calls_per_parameter, preset, ranks_per_node=2):
-        assert python <= CEILINGS[preset][0]
-        assert builtin <= CEILINGS[preset][1]
+        assert python <= CEILING
+        assert builtin <= BUILTIN_CEILING

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mics_strategy.engine.aliases import check_memory
+from mics_strategy.engine.autograd import refuse_conversion
 from mics_strategy.engine.backward_grads import sparse_gradients
 from mics_strategy.engine.parameter import ShardedParameter, has_node_hooks
 from mics_strategy.errors import ConfigError, LifecycleError
@@ -185,20 +186,7 @@ def block_copies(modules: Iterable[nn.Module]) -> None:
     """Make pickling, deep-copying and scripting of `modules` raise `LifecycleError`."""
     for module in modules:
         object.__setattr__(module, "__reduce_ex__", _raise_on_copy)  # pickle and copy read the object first
-        object.__setattr__(module, "__prepare_scriptable__", _raise_on_conversion)  # which `torch.jit.script` calls
-
-
-def check_not_traced() -> None:
-    """Raise while torch traces or exports the forward of a sharded model."""
-    if torch._C._is_tracing() or torch.compiler.is_exporting():
-        _raise_on_conversion()
-
-
-def _raise_on_conversion() -> NoReturn:
-    raise LifecycleError(
-        "A sharded model cannot be traced, scripted or exported (`torch.jit`, `torch.export`, ONNX), because each rank "
-        "has only its shards. Build the plain model, load `sharded.full_state_dict()` into it, and convert that one."
-    )
+        object.__setattr__(module, "__prepare_scriptable__", refuse_conversion)  # which `torch.jit.script` calls
 
 
 def _raise_on_copy(_: Any) -> NoReturn:
