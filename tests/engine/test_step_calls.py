@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.engine.tensor_memory import TensorMemory
 from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
 
@@ -34,6 +35,7 @@ def calls_of_a_step(preset: str, num_parameters: int) -> dict[str, int]:
     The fewest of several steps: waits for other ranks add some.
     """
     forget_meshes()
+    TensorMemory.has_checks = False  # earlier jobs of this process may have assigned tensors
     model = nn.Sequential(*(Unit(num_parameters) for _ in range(NUM_UNITS)))
     options = {"hierarchical": True, "overlap": set()}  # what is still in flight is asked for again and again
     shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options), units=[Unit])
