@@ -311,4 +311,7 @@ def test_a_digest_changes_with_values_and_places(dtype: torch.dtype) -> None:
         digest_of_places(values.roll(8)),
     ]
     assert len({int(value) for value in digests}) == len(digests)
+    spread = torch.zeros(3, 4).to(dtype)
+    assert digest_of_places(spread[:1, 1:2].as_strided((1, 1), (3, 7))) == digest_of_places(spread[0, :1].clone())
+    assert digest_of_places(spread[:, 1]) == digest_of_places(spread[:, 1].clone()) == 0
     assert digest_of_places(values[:0]) == digest_of_places(values.new_empty(0, 3)) == 0
