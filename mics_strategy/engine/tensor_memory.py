@@ -225,9 +225,8 @@ def digest_of_places(values: torch.Tensor) -> torch.Tensor:
 
     It changes when a few elements change, or change places.
     """
-    flat = (
-        values.detach().reshape(-1).contiguous().as_strided((values.numel(),), (1,))
-    )  # one element may have any stride
+    flat = values.detach().reshape(-1).contiguous()
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
     word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     words, weights = flat.view(word), torch.arange(1, 2 * _DIGEST_WIDTH, 2, device=flat.device)
     num_rows, rest = divmod(len(words), _DIGEST_WIDTH)
