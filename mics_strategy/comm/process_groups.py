@@ -219,7 +219,7 @@ class ProcessGroups:
 
         Args:
             value: Object that can be pickled.
-            purpose: What ranks agree on, for errors; the same on all ranks.
+            purpose: Subject of the agreement, for errors; the same on all ranks.
 
         Raises:
             LifecycleError: Other ranks wait for something else.

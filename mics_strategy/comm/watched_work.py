@@ -86,7 +86,7 @@ class CallWatch:
         """Watch one call.
 
         Args:
-            label: What it does, the same on all ranks.
+            label: Name of the call, the same on all ranks.
             ranks: Ranks that make it.
 
         Raises:

@@ -93,6 +93,7 @@ class ShardedParameter(ExactDTensor):
         if isinstance(value, ExactDTensor) and value.mics_memory is None:
             value.mics_memory = TensorMemory(finish=self.mics_link.finish_gradients)
             if whole is not None:
+                self.raw_grad = None  # which may be a copy of the same tensor
                 value.mics_memory.watch(f"The gradient of `{self.mics_name}`", whole, value.numel())
         self.raw_grad = value
 

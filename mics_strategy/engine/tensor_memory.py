@@ -49,7 +49,7 @@ class AssignedTensor:
         self._label = label
         self.numel = numel
         tied = self._living.get(tensor.data_ptr())
-        if tied is not None and tied.is_kept:
+        if tied is not None and tied.is_kept and tensor.numel():  # tensors without elements share the address 0
             raise LifecycleError(
                 f"{label} would share memory with {tied._label[0].lower()}{tied._label[1:]}, which was set to the same "
                 "tensor. Assign a copy (`tensor.clone()`), or tie parameters before `shard()`."

@@ -262,7 +262,28 @@ def gradients_are_overwritten(model: nn.Module, scratch: Tensor) -> None:
     SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
 
 
+@torch.no_grad()
+def averages_are_swapped_in_by_reference(model: nn.Module, _: Tensor) -> None:
+    """Of two biases with fewer elements than ranks, of which some ranks have none."""
+    averages = [parameter.detach() * 0.9 for parameter in model.parameters()]
+    kept = [parameter.data for parameter in model.parameters()]
+    for values in (averages, kept, averages):
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.data = value
+        evaluate(model)
+
+
+def gradients_are_set_again_and_again(model: nn.Module, scratch: Tensor) -> None:
+    """Twice to the same memory, which is written in between."""
+    for value in (1.0, 2.0):
+        scratch.fill_(value)
+        for parameter, part in zip(model.parameters(), views_of(scratch, model), strict=True):
+            parameter.grad = part
+
+
 ALLOWED = (
+    averages_are_swapped_in_by_reference,
+    gradients_are_set_again_and_again,
     parameters_are_overwritten,
     gradients_are_overwritten,
     vector_is_reused,
