@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed.constants import default_pg_timeout
@@ -79,17 +80,17 @@ class PeerConnection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.process = _peer_process(connection)
 
-    def post_send(self, piece: torch.Tensor, tag: int) -> SendWork:
+    def post_send(self, piece: torch.Tensor, tag: int) -> PeerWork:
         """Let the peer read `piece`.
 
         It must stay unchanged until the work has been waited for.
         """
         self._send(tag, piece.numel() * piece.itemsize, piece.data_ptr())
-        return SendWork(self, piece, tag)
+        return PeerWork(partial(self.wait_for_ack, piece.data_ptr(), tag), piece)
 
-    def post_recv(self, out: torch.Tensor, tag: int) -> RecvWork:
+    def post_recv(self, out: torch.Tensor, tag: int) -> PeerWork:
         """Read the piece that the peer sends into `out`, when the work is waited for."""
-        return RecvWork(self, out, tag)
+        return PeerWork(partial(self.read, out, tag), out)
 
     def read(self, out: torch.Tensor, tag: int) -> None:
         """Wait for the peer's descriptor of that tag, and read its piece into `out`.
@@ -189,46 +190,30 @@ class PeerConnection:
         self._finalizer()
 
 
-class SendWork:
-    """A posted send: a piece that a peer will read."""
+class PeerWork:
+    """A posted send or receive.
 
-    __slots__ = ("_connection", "_piece", "_tag")
+    Args:
+        finish: Waits for the peer; called once.
+        tensor: What is sent or received, which lives as long.
+    """
 
-    def __init__(self, connection: PeerConnection, piece: torch.Tensor, tag: int) -> None:
-        self._connection = connection
-        self._piece: torch.Tensor | None = piece
-        self._tag = tag
+    __slots__ = ("_finish", "_tensor")
 
-    def wait(self) -> None:
-        """Block until the piece may be overwritten."""
-        piece, self._piece = self._piece, None
-        if piece is not None:
-            self._connection.wait_for_ack(piece.data_ptr(), self._tag)
-
-    def is_completed(self) -> bool:
-        """Whether the send has been waited for."""
-        return self._piece is None
-
-
-class RecvWork:
-    """A posted receive: a piece that this rank will read."""
-
-    __slots__ = ("_connection", "_out", "_tag")
-
-    def __init__(self, connection: PeerConnection, out: torch.Tensor, tag: int) -> None:
-        self._connection = connection
-        self._out: torch.Tensor | None = out
-        self._tag = tag
+    def __init__(self, finish: Callable[[], None], tensor: torch.Tensor) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> None:
-        """Block until the piece has been read."""
-        out, self._out = self._out, None
-        if out is not None:
-            self._connection.read(out, self._tag)
+        """Block until a sent piece may be overwritten, or a received one has been read."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+            self._tensor = None
 
     def is_completed(self) -> bool:
-        """Whether the receive has been waited for."""
-        return self._out is None
+        """Whether the work has been waited for."""
+        return self._finish is None
 
 
 def _peer_process(connection: socket.socket) -> int:
