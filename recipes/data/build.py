@@ -229,8 +229,8 @@ def _run(jobs: Sequence[PartJob], workers: int) -> Iterator[PartRecord]:
     context.set_forkserver_preload([worker.__name__])
     errors: list[RecipeError] = []
     with ProcessPoolExecutor(min(workers, len(jobs)), context, worker.exit_with_parent) as pool:
-        futures = [pool.submit(write_part, job) for job in jobs]
         try:
+            futures = [pool.submit(write_part, job) for job in jobs]
             for future in as_completed(futures):
                 try:
                     yield future.result()

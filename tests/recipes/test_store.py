@@ -402,12 +402,16 @@ def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repo
         command(wikipedia, repository, 2), cwd=repository, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     workers: list[int] = []
-    while not workers and process.poll() is None:
+    while len(workers) < 2 and process.poll() is None:
         members = session_members(process.pid)
         server = [pid for pid, parent in members.items() if parent == process.pid]
         workers = [pid for pid, parent in members.items() if parent in server]
         time.sleep(0.01)
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)  # no part is finished from here on
+    time.sleep(1.0)  # Python's pool may wait for ever where a worker dies before the last one is entered in its list
     os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers[1], signal.SIGCONT)
     assert "error: One of 2 workers was killed, usually because memory" in process.communicate()[1]
     assert process.returncode == 1
 
