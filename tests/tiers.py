@@ -1,11 +1,11 @@
 """Which tests are in the fast tier, `make test`, and which only in `make test-all`?
 
 A test marked `slow` is in the slow tier. A test marked `wide`, as all of a module may be, is in both if it has
-several parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter.
-Of two parametrizations the slow tier takes another diagonal; of three or more, as few cases as bring together any two
-values of any two of them. A test whose claim is about the whole product is not marked `wide`. Of a test marked
-`wide(every=3)` the fast tier takes every third case, and the slow tier the ones behind them. Every value of every
-parameter is in one of the two.
+several parametrizations. The two share a diagonal of their product, which has every value of every parameter: the
+fast tier takes every other place of it, and the slow tier those between. Of three parametrizations or more the slow
+tier also takes as few cases as bring together any two values of any two of them. A test whose claim is about the
+whole product is not marked `wide`. Of a test marked `wide(every=3)` the fast tier takes every third case, and the
+slow tier the ones behind them. Every value of every parameter is in one of the two.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,31 +65,29 @@ def _divide_product(cases: Sequence[pytest.Item], tiers: Tiers) -> None:
     if len(axes) < 2:
         return
     numbers = [tuple(axis.index(value) for axis, value in zip(axes, place, strict=True)) for place in coordinates]
-    fast, other = _diagonal(axes, 0), _diagonal(axes, 1)
-    chosen = other if len(axes) == 2 else _completing_pairs(numbers, fast)
+    diagonal = _diagonal(axes)
+    fast, chosen = diagonal[::2], diagonal[1::2]
+    if len(axes) > 2:
+        chosen += _completing_pairs(numbers, diagonal)
     for case, place in zip(cases, numbers, strict=True):
         if place not in fast:
             (tiers.slow if place in chosen else tiers.left_out).append(case)
 
 
-def _diagonal(axes: Sequence[Sequence[object]], shift: int) -> set[tuple[int, ...]]:
-    """Places with every value of every axis; of a shifted one the shortest axis runs ahead of the others."""
+def _diagonal(axes: Sequence[Sequence[object]]) -> list[tuple[int, ...]]:
+    """Places with every value of every axis."""
     lengths = [len(axis) for axis in axes]
-    ahead = lengths.index(min(lengths))
-    return {
-        tuple((i + shift * (number == ahead)) % length for number, length in enumerate(lengths))
-        for i in range(max(lengths))
-    }
+    return [tuple(i % length for length in lengths) for i in range(max(lengths))]
 
 
-def _completing_pairs(places: Sequence[tuple[int, ...]], given: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+def _completing_pairs(places: Sequence[tuple[int, ...]], given: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Few places that have, with the given ones, each pair of values of two axes; the best next one at a time."""
     missing = {pair for place in places for pair in _pairs(place)}
     missing.difference_update(*map(_pairs, given))
-    chosen = set()
+    chosen = []
     while missing:
         best = max(places, key=lambda place: len(missing & _pairs(place)))
-        chosen.add(best)
+        chosen.append(best)
         missing -= _pairs(best)
     return chosen
 
