@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from mics_strategy.engine import api
 from tests.rank_report import Failure, LeakError, RankContext
 from tests.seeds import seed_generators
 
@@ -62,6 +63,7 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
         stack_path: On SIGUSR1 the stacks of all threads are written to this file.
     """
     gc.freeze()  # what was there before the fork: collecting it takes long and copies its pages
+    gc.set_threshold(10_000, 10, 10)  # a twelfth of a job's time is left, most of it when the job has ended
     with stack_path.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         while True:
@@ -92,7 +94,7 @@ def _run(job: Job) -> Reply:
             fn, args = pickle.loads(job.call)
             if job.default_group:
                 _init_group(job)
-            with nullcontext() if job.calibrates else mock.patch("mics_strategy.engine.api.autotune", _undecided):
+            with nullcontext() if job.calibrates else mock.patch.object(api, "autotune", _undecided):
                 value = fn(job.ctx, *args)
         except BaseException as error:  # reported to the test, SystemExit too
             return Reply(failure=Failure.of(error).portable())

@@ -215,14 +215,15 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
 @pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
-    seeds = [*range(7)]
+    first = [*PRESETS].index(preset) % 5
+    seeds = [first, first + 1, first + 2]
     expected = [play_plain(seed) for seed in seeds]
     for outcomes in ranks(4, play_sharded, PRESETS[preset], seeds, ranks_per_node=2):
         for seed, (parameters, _, _), plain_parameters in zip(seeds, outcomes, expected, strict=True):
             for found, wanted in zip(parameters, plain_parameters, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=f"seed {seed}")
         num_predicted = sum(predicted for _, predicted, _ in outcomes)
-        assert num_predicted > 20 if preset in PREDICTED else num_predicted == 0
+        assert num_predicted > 10 if preset in PREDICTED else num_predicted == 0
         assert sum(repeated for _, _, repeated in outcomes) > 3  # also where nothing is predicted: wrong declarations
 
 
