@@ -48,8 +48,8 @@ def outside_fast_tier(items: Iterable[pytest.Item]) -> Tiers:
 
 
 def _divide_list(cases: Sequence[pytest.Item], every: int, tiers: Tiers) -> None:
-    """The case behind each fast one is slow, and what brings a value of a parameter that no case before had."""
-    numbered = [(number % every, case, set(enumerate(_coordinates(case)))) for number, case in enumerate(cases)]
+    """The case behind each fast one is slow, and what brings a value of an argument that no case before had."""
+    numbered = [(number % every, case, _arguments(case)) for number, case in enumerate(cases)]
     run = {value for turn, _, values in numbered if turn < 2 for value in values}
     for turn, case, values in numbered:
         if turn == 1 or (turn and not values <= run):
@@ -94,6 +94,12 @@ def _completing_pairs(places: Sequence[tuple[int, ...]], given: Iterable[tuple[i
 
 def _pairs(place: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(combinations(enumerate(place), 2))
+
+
+def _arguments(item: pytest.Item) -> set[tuple[str, int]]:
+    """Names and identities of the values of a case."""
+    callspec: Any = getattr(item, "callspec", None)
+    return {(name, id(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
 def _coordinates(item: pytest.Item) -> tuple[tuple[int, ...], ...]:
