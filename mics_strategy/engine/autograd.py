@@ -32,6 +32,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from typing_extensions import override
 
+from mics_strategy.engine.exact_dtensor import check_losses
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
@@ -61,6 +62,14 @@ class UnshardedParameter(nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @override
+    def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
+        """Refuse: the engine takes each gradient away before such a hook sees it."""
+        raise LifecycleError(
+            "A hook of `register_post_accumulate_grad_hook` in a forward would see no gradient. Read `parameter.grad` "
+            "after the backward, or take the gradient of this use with `parameter.register_hook`."
+        )
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -200,6 +209,7 @@ def wrap_autograd() -> None:
 def _wrapped(original: Function) -> Function:
     @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **options: Any) -> Any:
+        check_losses(outputs)
         gradients, retain_graph, create_graph, inputs, *others = args
         sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
         accumulates = options.get("accumulate_grad", False)

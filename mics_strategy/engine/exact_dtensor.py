@@ -19,7 +19,7 @@ Operations that gather are collective. Like every DTensor operation that communi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -135,21 +135,6 @@ class ExactDTensor(PythonValues, DTensor):
         return "The tensor"
 
     @override
-    def backward(self, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss of sharded tensors alone. Collective.
-
-        Raises:
-            LifecycleError: Ranks have other losses, of which no mean would be taken.
-        """
-        if gradient is None and not have_equal_values(self):
-            raise LifecycleError(
-                "This loss of sharded tensors alone differs between ranks, perhaps by a factor, and no mean of its "
-                "gradients is taken. Make the factor a tensor (`torch.tensor(factor)`), or compute the loss of "
-                "`parameter.full_tensor()`."
-            )
-        super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, which receives the mean of all ranks' gradients. Collective over its mesh.
 
@@ -215,6 +200,21 @@ class ExactDTensor(PythonValues, DTensor):
 
 # As torch does for DTensor: `clip_grad_norm_` otherwise reduces the norm of each gradient for itself.
 _foreach_supported_types.append(cast("Any", ExactDTensor))
+
+
+def check_losses(outputs: Iterable[torch.Tensor]) -> None:
+    """Check losses of sharded tensors alone, where a backward begins. Collective if there are any.
+
+    Raises:
+        LifecycleError: Ranks have other losses, of which no mean would be taken.
+    """
+    for output in outputs:
+        if isinstance(output, ExactDTensor) and output.dim() == 0 and not have_equal_values(output):
+            raise LifecycleError(
+                "This loss of sharded tensors alone differs between ranks, perhaps by a factor, and no mean of its "
+                "gradients is taken. Make the factor a tensor (`torch.tensor(factor)`), or compute the loss of "
+                "`parameter.full_tensor()`."
+            )
 
 
 def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:

@@ -66,7 +66,8 @@ def install(engine: Engine, before_root_forward: WeakMethod[Callable[[], None]])
             _hook_inner_modules(engine, unit.module, hooks.active_calls, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
             for position, parameter in enumerate(gradient.bucket.unsharded.params):
-                parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
+                hook = _gradient_hook(engine, unit, gradient, position)
+                nn.Parameter.register_post_accumulate_grad_hook(parameter, hook)
     return forward_hooks
 
 

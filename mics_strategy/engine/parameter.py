@@ -101,6 +101,8 @@ class ShardedParameter(ExactDTensor):
     def grad(self) -> None:
         self.grad = None
 
+    _grad = grad  # torch's other name of it
+
     @property
     @override
     def mics_label(self) -> str:
@@ -161,6 +163,8 @@ def has_node_hooks(parameter: torch.Tensor) -> bool:
     # The view is used for its node only.
     with torch.inference_mode(False), torch.enable_grad(), fast_attributes(), torch._C._DisableTorchDispatch():
         view: Any = parameter.view_as(parameter)
+    if view.grad_fn is None:  # inside of a transform of `torch.func`
+        return False
     node = view.grad_fn.next_functions[0][0]
     handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]
     is_hooked = any(len(handle.hooks_dict_ref()) > 1 for handle in handles)

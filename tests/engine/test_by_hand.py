@@ -73,6 +73,18 @@ def fast_weights(model: Model, x: Tensor) -> Tensor:
 # -- between backward and step, and after the step ------------------------------------------------------------------
 
 
+def gradients_are_halved_by_their_other_name(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter._grad.mul_(0.5)
+    model.scale._grad = None
+
+
+def function_is_differentiated_after_a_read(model: Model) -> None:
+    norm = model.layers[0].weight.norm()
+    slope = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4, dtype=norm.dtype)).norm()
+    model.head.weight.grad.add_(slope)
+
+
 def rows_of_gradients_are_cleared(model: Model) -> None:
     model.layers[0].weight.grad[:3].zero_()
     model.head.weight.grad[4] *= 2
@@ -267,6 +279,8 @@ def averages_are_put_in_and_weights_back(model: Model) -> None:
 
 LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
 BEFORE_STEPS = (
+    gradients_are_halved_by_their_other_name,
+    function_is_differentiated_after_a_read,
     rows_of_gradients_are_cleared,
     data_of_gradients_is_set,
     plain_gradients_are_set,

@@ -207,6 +207,14 @@ def accumulated_hook_after(ctx: RankContext) -> None:
     _mlp()[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+def accumulated_hook_in_a_forward(ctx: RankContext) -> None:
+    model = _mlp()
+    model[0].register_forward_pre_hook(
+        lambda module, _: module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    )
+    model(torch.ones(2, model[0].in_features))
+
+
 def accumulation_node(parameter: nn.Parameter) -> torch.autograd.graph.Node:
     """The node in which autograd accumulates the gradient, as scripts get it."""
     return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
@@ -301,6 +309,12 @@ def gathered_by_hand(ctx: RankContext) -> None:
 
 def other_factor_of_a_penalty(ctx: RankContext) -> None:
     (_mlp()[0].weight.square().sum() * (1 + ctx.rank)).backward()
+
+
+def other_factor_beside_a_loss(ctx: RankContext) -> None:
+    model = _mlp()
+    loss = model(torch.ones(2, model[0].in_features)).sum()
+    torch.autograd.backward([loss, model[0].weight.square().sum() * (1 + ctx.rank)])
 
 
 def swapped(ctx: RankContext) -> None:
@@ -511,10 +525,12 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (exported, LifecycleError, _CONVERTED),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
+    (accumulated_hook_in_a_forward, LifecycleError, r"in a forward would see no gradient.*after the backward"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
     (reduced_by_hand, LifecycleError, r"`c10d::allreduce_` got a sharded tensor.*leave the collective out"),
     (gathered_by_hand, LifecycleError, r"`c10d::allgather_` got a sharded tensor.*`tensor.full_tensor\(\)`"),
     (other_factor_of_a_penalty, LifecycleError, r"differs between ranks.*`torch.tensor\(factor\)`"),
+    (other_factor_beside_a_loss, LifecycleError, r"differs between ranks.*`torch.tensor\(factor\)`"),
     (swapped, LifecycleError, r"`0.weight` holds what belongs to `0.bias`, after `torch.utils.swap_tensors`"),
     (part_copied, LifecycleError, r"cannot be (pickled or copied|deep-copied)"),
     (pickled, LifecycleError, r"cannot be pickled or copied"),
