@@ -3,9 +3,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 VENV := .venv
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 
 .PHONY: venv test test-comm test-engine test-rest test-slow test-slow-engine test-slow-recipes test-slow-rest
-.PHONY: test-all gpu demo lint clean
+.PHONY: test-all gpu demo docs lint clean
 
 venv: $(STAMP)
 
@@ -75,11 +76,23 @@ gpu:
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml
 
+# The site of docs/, in docs/_build/html. It needs what the venv has: the reference is read from the imported package.
+docs: $(DOCS_STAMP)
+	$(VENV)/bin/python -m sphinx -W --keep-going docs docs/_build/html
+
+$(DOCS_STAMP): $(STAMP)
+	if command -v uv > /dev/null; then \
+	    uv pip install --python $(VENV)/bin/python -e ".[docs]" $(VERSIONS); \
+	else \
+	    $(VENV)/bin/python -m pip install -e ".[docs]" $(VERSIONS); \
+	fi
+	touch $(DOCS_STAMP)
+
 lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,6 +49,16 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert INDEX in set(links(ROOT / "README.md"))
 
 
+@pytest.mark.parametrize("package", ["", "lightning", "accelerate", "planner"])
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    module = ast.parse((ROOT / "mics_strategy" / package / "__init__.py").read_text())
+    assigned = {
+        target.id: node.value for node in module.body if isinstance(node, ast.Assign) for target in node.targets
+    }
+    documented = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.rst").read_text(), flags=re.MULTILINE)
+    assert {*ast.literal_eval(assigned["__all__"])} - {*documented} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_lines_are_short(page: Path) -> None:
     """Output of programs, in blocks without a language or of text, is as the program prints it."""

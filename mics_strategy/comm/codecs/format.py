@@ -142,12 +142,12 @@ class Codec:
 
     @property
     def largest_code(self) -> int:
-        """The largest code: 127, 7 or 1."""
+        """The largest code, 127, 7 or 1."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def values_per_byte(self) -> int:
-        """Values in one byte: 1, 2 or 4."""
+        """Values in one byte, 1, 2 or 4."""
         return 8 // self.bits
 
     @property
