@@ -14,7 +14,8 @@ from tests.benchmarks.needs import needs_testbed
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n# On one GPU\n")[0]
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## On one GPU\n")[0]
+LAB_BOOK = (ROOT / "docs" / "lab-book.md").read_text().partition("\n## Codecs, and the loss\n")[0]
 SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --rounds 1 --steps 5"
 
 
@@ -53,14 +54,14 @@ def test_a_peer_without_an_interpreter_is_refused(capsys: pytest.CaptureFixture[
 
 def test_every_command_of_the_pages_is_one() -> None:
     in_blocks = re.findall(r"^python -m benchmarks.compare(.*)$", PAGE, flags=re.MULTILINE)
-    in_text = re.findall(r"`python -m benchmarks.compare([^`]*)`", PAGE + README)
+    in_text = re.findall(r"`python -m benchmarks.compare([^`]*)`", PAGE + LAB_BOOK + README)
     assert min(len(in_blocks), len(in_text)) >= 2
     for command in in_blocks + in_text:
         parse_ours(parser().parse_args(command.split()).ours or "")
 
 
-def test_every_option_the_page_names_exists() -> None:
-    options = set(re.findall(r"`(--[a-z-]+)", PAGE))
+def test_every_option_the_pages_name_exists() -> None:
+    options = set(re.findall(r"`(--[a-z-]+)", PAGE + LAB_BOOK))
     assert options <= set(re.findall(r"--[a-z-]+", parser().format_help()))
     assert "--loss-tolerance" in options
 

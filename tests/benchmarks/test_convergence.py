@@ -10,7 +10,8 @@ import pytest
 from benchmarks.convergence import VARIANTS, Row, curve_table, main, parser, rows, table
 from benchmarks.learning import Curve
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "\n".join((DOCS / name).read_text() for name in ("benchmarks.md", "lab-book.md"))
 SMALL = "model.hidden_size=32 model.intermediate_size=64 model.num_heads=1 model.num_kv_heads=1 data.sequence_length=16"
 
 
@@ -82,7 +83,7 @@ def test_two_variants_learn_and_the_encoded_one_sends_less(tmp_path: Path, capsy
 
 
 def test_every_command_of_the_page_is_one() -> None:
-    commands = re.findall(r"^python -m benchmarks.convergence(.*)$", PAGE.replace("\\\n", ""), flags=re.MULTILINE)
+    commands = re.findall(r"^python -m benchmarks.convergence(.*)$", PAGES.replace("\\\n", ""), flags=re.MULTILINE)
     assert commands
     for command in commands:
         assert {*parser().parse_args(command.split()).variants} <= {*VARIANTS}

@@ -30,7 +30,7 @@ from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
-PAGE = PAGE.partition("\n# On one GPU\n")[2].partition("\n# ")[0]
+PAGE = PAGE.partition("\n## On one GPU\n")[2].partition("\n## ")[0]
 CPU = torch.device("cpu")
 NO_PEAK = Peak("cpu")
 

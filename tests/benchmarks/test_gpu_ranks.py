@@ -138,7 +138,7 @@ def test_a_process_that_was_killed_is_named() -> None:
 
 
 def test_the_page_says_what_it_is() -> None:
-    section = PAGE.partition("\n## Ranks\n")[2].partition("\n## ")[0]
+    section = PAGE.partition("\n### Ranks\n")[2].partition("\n### ")[0]
     assert set(re.findall(r"`([\w-]+)`", section)) >= {*RANK_BUILDERS, "ranks"}
     assert set(re.findall(r"^\| ([\w ]+?) \|", section, flags=re.MULTILINE)) >= {"ranks", "of fsdp2", "of ddp", "loss"}
     assert "nothing of NCCL" in " ".join(section.split())

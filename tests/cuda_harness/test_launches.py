@@ -180,7 +180,7 @@ def test_nothing_on_the_page_depends_on_the_number_of_nodes() -> None:
 
 
 def test_what_stands_beside_the_review_is_what_the_tables_say() -> None:
-    section = PAGE.partition("## Before the work for GPUs\n")[2].partition("\n# ")[0]
+    section = PAGE.partition("### Before the work for GPUs\n")[2].partition("\n## ")[0]
     now = {name: last for name, _, last in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section, flags=re.MULTILINE)}
     launches, memory = on_the_page(), buffers_on_the_page()
     assert now["launches of an all-gather in two stages, 64 nodes"] == launches["zero3", "-", 64][0]
