@@ -77,8 +77,9 @@ demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml
 
 # The site of docs/, in docs/_build/html. It needs what the venv has: the reference is read from the imported package.
+# -E writes all pages: each has the sidebar of all.
 docs: $(DOCS_STAMP)
-	$(VENV)/bin/python -m sphinx -W --keep-going docs docs/_build/html
+	$(VENV)/bin/python -m sphinx -E -W --keep-going docs docs/_build/html
 
 $(DOCS_STAMP): $(STAMP)
 	if command -v uv > /dev/null; then \

@@ -32,6 +32,7 @@ html_copy_source = html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # those that GitHub makes, to which the pages link
+myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target"]  # "30\n% of" is text, as on GitHub
 
 default_role = "code"  # docstrings write `names` in single backticks
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
