@@ -122,14 +122,6 @@ class Route:
         return sum(hop.codec is not None and not (index and hop.is_inside_node) for index, hop in enumerate(self.hops))
 
     @property
-    def all_gather_codec(self) -> Codec | None:
-        """The codec of all stages of an all-gather, which encodes once.
-
-        It is None where only the first stages have a codec.
-        """
-        return self.hops[-1].codec
-
-    @property
     def is_quantized(self) -> bool:
         """Whether any stage is quantized."""
         return self.hops[0].codec is not None

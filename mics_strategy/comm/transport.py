@@ -232,11 +232,6 @@ class GlooTransport(Transport):
         """
         self._connections = connections
 
-    @property
-    def has_peer_memory(self) -> bool:
-        """Whether the ranks read one another's memory."""
-        return bool(self._connections)
-
     def gather_row(self, values: torch.Tensor) -> torch.Tensor:
         """The small tensors [n] of all ranks, as rows [size, n]."""
         rows = values.new_zeros(self.size, values.numel())

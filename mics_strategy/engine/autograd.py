@@ -4,9 +4,8 @@ Autograd's graph saves unsharded parameters. Units share slots, so the memory of
 unit's values when a backward reads it. Three parts:
 
 - `SavedVersions` makes autograd refuse such a parameter, and one with other values; `storage_guard` refuses it to
-  everybody else. Autograd saves version counters and compares them when it
-  reads. The counter of a parameter is at a number of its own while its unit is resharded, and at the saved number while
-  the unit is unsharded with the same values.
+  everybody else. Autograd saves version counters and compares them when it reads. The counter of a parameter is at a
+  number of its own while its unit is resharded, and at the saved number while it is unsharded with the same values.
 - `DoubleBackward` unshards units for a second backward. The first backward (`create_graph=True`) runs the nodes of the
   forward and makes new ones; both kinds read parameters in the second backward, in autograd's own order. So each node
   that the forward of a unit has made gets hooks when the first backward is about to run it: the unit is unsharded

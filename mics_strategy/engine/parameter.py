@@ -160,9 +160,8 @@ def has_node_hooks(parameter: torch.Tensor) -> bool:
     """
     if not parameter.requires_grad or parameter.is_inference():
         return False
-    # The view is used for its node only.
     with torch.inference_mode(False), torch.enable_grad(), fast_attributes(), torch._C._DisableTorchDispatch():
-        view: Any = parameter.view_as(parameter)
+        view: Any = parameter.view_as(parameter)  # for its node alone
     if view.grad_fn is None:  # inside of a transform of `torch.func`
         return False
     node = view.grad_fn.next_functions[0][0]
