@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from .batch import BatchPlan, batch_plan
 from .config import Recipe
 from .data.prepare import COMMAND, objective_of, store_folder
-from .errors import RecipeError
 from .memory import Machines, RankMemory, planned_machines, rank_memory
 from .models.build import num_parameters
 from .strategy import is_ours
@@ -22,7 +21,7 @@ def dry_run(recipe: Recipe) -> str:
         recipe: The resolved recipe.
 
     Raises:
-        RecipeError: The ranks cannot share the batch.
+        RecipeError: The ranks cannot share the batch, or the text of the recipe does not exist.
         mics_strategy.errors.ConfigError: The engine refuses the plan.
 
     Cost:
@@ -55,7 +54,8 @@ def _run(recipe: Recipe, machines: Machines, plan: BatchPlan) -> list[str]:
         validates = "never"
     return [
         f"{recipe.name}: {model.family}, {num_parameters(model, recipe.sample_size):,} parameters",
-        f"planned for {recipe.cluster.name}: {machines.world_size} ranks, {machines.ranks_per_node} on a node",
+        f"planned for {machines.world_size} ranks, {machines.ranks_per_node} on a node (nodes: {machines.num_nodes}); "
+        f"the recipe is meant for {recipe.cluster.name}",
         f"strategy {recipe.strategy.name}, {trainer.precision}, {trainer.framework}",
         str(plan),
         f"{trainer.max_steps:,} steps: {amount}",
@@ -74,10 +74,7 @@ def _data(recipe: Recipe) -> list[str]:
     data = recipe.data
     if data.source == "synthetic_images":
         return [f"{data.images.count:,} synthetic images, drawn while training: nothing to prepare"]
-    try:
-        folder = store_folder(data, recipe.model.vocab_rows, objective_of(recipe.model.family))
-    except RecipeError as error:
-        return [f"{data.source}: {error}"]
+    folder = store_folder(data, recipe.model.vocab_rows, objective_of(recipe.model.family))
     state = "prepared" if folder.is_dir() else f"not prepared on this machine; see `{COMMAND}` in docs/data.md"
     return [f"{data.source}, sequences of {data.sequence_length} tokens", f"{folder}: {state}"]
 

@@ -35,6 +35,7 @@ from .flops import peak_tflop_per_s
 from .hf_export import TOKENIZER, HFExport
 from .lightning_module import Pretraining
 from .loggers import Loggers, check_loggers
+from .memory import planned_machines
 from .metrics import MetricsLog, RunFacts
 from .metrics_files import CSV, JSONL
 from .models.build import num_parameters
@@ -105,14 +106,24 @@ def _plan(arguments: Sequence[str]) -> str:
 def _dry_run(arguments: Sequence[str]) -> str:
     """Return the report of `--dry-run`, or refuse what a run would refuse."""
     recipe = load_recipe(arguments, has_cuda=torch.cuda.is_available())
-    build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
+    _, checkpoint = _checked(recipe)
+    report, start = dry_run(recipe), "starts from the beginning" if checkpoint is None else f"continues {checkpoint}"
+    try:
+        _check_launcher(planned_machines(recipe).world_size, recipe.trainer)
+    except RecipeError as error:  # the plan is for other machines, where a launcher may be
+        start = f"{start}. Started like this, it would be refused: {error}"
+    return f"{report}\nnothing was started; the run {start}"
+
+
+def _checked(recipe: Recipe) -> "tuple[Strategy | str, Path | None]":
+    """Return the strategy of a run and the checkpoint that it continues, or refuse what is wrong on any machines."""
+    check_loggers(recipe.trainer.loggers)
     if recipe.trainer.framework == "accelerate":
-        from .accelerate_loop import check_recipe
+        from .accelerate_loop import check_recipe  # patches Accelerate, which runs with Lightning do not need
 
         check_recipe(recipe)
-    checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
-    start = "starts from the beginning" if checkpoint is None else f"continues {checkpoint}"
-    return f"{dry_run(recipe)}\nnothing was started; the run {start}"
+    strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
+    return strategy, checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
 
 
 def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
@@ -123,15 +134,11 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
         arguments: Arguments of the program, with which the ranks of Accelerate are started.
     """
     plan = batch_plan(recipe, num_devices(recipe) * recipe.trainer.num_nodes)
-    _check_launcher(plan, recipe.trainer)
-    check_loggers(recipe.trainer.loggers)
+    _check_launcher(plan.world_size, recipe.trainer)
+    strategy, checkpoint = _checked(recipe)
     uses_accelerate = recipe.trainer.framework == "accelerate"
     if uses_accelerate:
-        from . import accelerate_loop  # patches Accelerate, which runs with Lightning do not need
-
-        accelerate_loop.check_recipe(recipe)
-    strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
+        from . import accelerate_loop
     data = prepare(recipe.data, recipe.model.vocab_rows, objective_of(recipe.model.family))
     if uses_accelerate and accelerate_loop.needs_ranks(plan, recipe.trainer.num_nodes):
         sys.exit(start_ranks(plan.world_size, f"{__package__}.pretrain", arguments))
@@ -205,7 +212,7 @@ def num_devices(recipe: Recipe) -> int:
     return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
 
 
-def _check_launcher(plan: BatchPlan, config: TrainerConfig) -> None:
+def _check_launcher(world_size: int, config: TrainerConfig) -> None:
     """Refuse several nodes without a launcher, and ranks of a launcher that are not those of the recipe.
 
     Raises:
@@ -220,10 +227,10 @@ def _check_launcher(plan: BatchPlan, config: TrainerConfig) -> None:
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (
         config.framework == "accelerate" and "WORLD_SIZE" in os.environ
     )
-    started = int(os.environ["WORLD_SIZE"]) if is_launched else plan.world_size
-    if started != plan.world_size:
+    started = int(os.environ["WORLD_SIZE"]) if is_launched else world_size
+    if started != world_size:
         raise RecipeError(
-            f"The recipe is for {plan.world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "
+            f"The recipe is for {world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "
             f"launcher started {started}. Set `--trainer.num_nodes` and `--trainer.devices` to its nodes and "
             "ranks of a node."
         )

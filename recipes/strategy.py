@@ -1,5 +1,6 @@
 """The `strategy` block of a recipe, and what Lightning's Trainer takes in its place."""
 
+import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,10 +46,11 @@ def build_strategy(config: StrategyConfig, checkpoint_format: str = "full") -> "
 
     Raises:
         mics_strategy.errors.ConfigError: the preset or a field of `config.shard` is not valid.
-        RecipeError: sharded checkpoints of another strategy.
+        RecipeError: a name that Lightning does not know, or sharded checkpoints of another strategy.
     """
     is_sharded = checkpoint_format == "sharded"
     if not is_ours(config):
+        _check_name(config.name)
         if is_sharded:
             raise RecipeError(
                 f"`trainer.checkpoint_format=sharded` with `strategy.name={config.name}`: only `mics` strategies write "
@@ -61,6 +63,19 @@ def build_strategy(config: StrategyConfig, checkpoint_format: str = "full") -> "
         shard_config(config), state_dict_type=checkpoint_format, save_asynchronously=is_sharded
     )
     return strategy
+
+
+def _check_name(name: str) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names = {"auto", "mics", *StrategyRegistry.available_strategies()}
+    if name not in names:
+        matches = difflib.get_close_matches(name, sorted(names), n=1)
+        hint = f" Did you mean `{matches[0]}`?" if matches else ""
+        raise RecipeError(
+            f"`strategy.name={name}` is no strategy of this project or of Lightning.{hint} Use one of "
+            f"{', '.join(sorted(names))}."
+        )
 
 
 def shard_config(config: StrategyConfig) -> ShardConfig:

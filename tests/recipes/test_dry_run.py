@@ -1,5 +1,6 @@
 """What `--dry-run` says, without ranks, GPUs or text."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -63,18 +64,50 @@ def test_the_bytes_are_those_of_the_papers_arithmetic():
     assert memory.engine.plan(2 * accumulation).sent_bytes("inter_node") == plan.sent_bytes("inter_node")
 
 
-def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path):
-    for options, message in (
-        (["--batch.global_size=1000"], r"global_size=1000.*128 ranks"),
-        (["--trainer.framework=accelerate", "--trainer.precision=bf16-true"], r"bf16-true.*accelerate"),
-        (["--strategy.shard.partition_size=7"], "partition_size"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            pretrain.main(["llama-7b", "--dry-run", f"--trainer.output_dir={tmp_path}", *options])
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama-7b", ["--batch.global_size=1000", "--trainer.devices=8"], r"global_size=1000.*128 ranks"),
+        ("llama-7b", ["--trainer.framework=accelerate", "--trainer.precision=bf16-true"], r"bf16-true.*accelerate"),
+        ("llama-debug", ["--strategy.name=micz"], r"strategy\.name=micz` is no strategy .* Did you mean `mics`"),
+        ("llama-debug", ["--data.source=text", "--data.path=nowhere"], r"data\.path=nowhere` does not exist"),
+        ("llama-debug", ["--trainer.loggers=[wandb]"], r"package `wandb` is not installed.*pip install wandb"),
+    ],
+    ids=["batch", "precision", "strategy", "path", "logger"],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(
+    name: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "wandb" else find(package))
+    monkeypatch.setenv("MASTER_ADDR", "a launcher's")
+    given = [name, f"--trainer.output_dir={tmp_path}", f"--data.cache_dir={tmp_path}", *options]
+    refusals = []
+    for dry in (["--dry-run"], []):
+        with pytest.raises(SystemExit, match=message) as ended:
+            pretrain.main([*given, *dry])
+        refusals.append(ended.value.code)
+    assert refusals[0] == refusals[1]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_other_strategies_have_no_plan(tmp_path: Path):
+def test_what_ranks_refuse_when_they_shard_is_refused_before():
+    with pytest.raises(SystemExit, match="partition_size"):
+        pretrain.main(["llama-7b", "--dry-run", "--strategy.shard.partition_size=7"])
+
+
+def test_a_plan_for_other_machines_says_what_a_run_here_would_be_refused_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(pretrain, "_LAUNCHERS", ())
+    given = ["llama-7b", "--trainer.num_nodes=2", f"--trainer.output_dir={tmp_path}"]
+    with pytest.raises(SystemExit, match="The recipe is for 2 nodes") as refused:
+        pretrain.main(given)
+    pretrain.main([*given, "--dry-run"])
+    report = capsys.readouterr().out
+    assert f"Started like this, it would be {str(refused.value).replace('error', 'refused')}" in report
+    assert "planned for 16 ranks, 8 on a node (nodes: 2); the recipe is meant for AMSP: A800 80 GB, 16 nodes" in report
+
+
+def test_other_strategies_have_no_plan():
     assert "`strategy.name=ddp` is not planned by this project" in dry_run(load("llama-demo", "--strategy.name=ddp"))
-    own = ("--data.source=text", f"--data.path={tmp_path / 'missing'}", "--strategy.name=ddp")
-    (line,) = (line for line in dry_run(load("llama-debug", *own)).splitlines() if line.startswith("  text: "))
-    assert str(tmp_path / "missing") in line
