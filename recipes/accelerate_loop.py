@@ -143,7 +143,7 @@ class AccelerateLoop:
         return checkpoint is not None
 
     def train(self) -> None:
-        """Take the optimizer steps that are left, until SIGTERM."""
+        """Take the optimizer steps that are left, until a signal ends the run."""
         self.inputs.metrics.on_train_start(self.trainer, self.module)
         self.module.on_train_start()
         for batch in self._batches():
@@ -180,7 +180,7 @@ class AccelerateLoop:
         request = requests.agree(step)
         if self.checkpoints.is_due(step) or (request and requests.saves):
             self.checkpoints.save(step)
-        self.trainer.should_stop = request is Request.STOP
+        self.trainer.should_stop = request >= Request.STOP
         if request is Request.SAVE and self.trainer.is_global_zero:
             print(requests.describe(request, step), flush=True)
         config = self.recipe.trainer

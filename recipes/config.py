@@ -148,7 +148,7 @@ class TrainerConfig:
         seed: of the weights and of the order of the data.
         output_dir: folder for metrics, the resolved config and checkpoints.
         checkpoint_every_steps: optimizer steps between two checkpoints, or `never`; the last step is saved, too.
-            SIGUSR1 asks for one more, SIGTERM for one and the end of the run.
+            SIGUSR1 asks for one more, SIGTERM and SIGINT for one and the end of the run.
         checkpoint_format: `full` is one file, which rank 0 writes; `sharded` a folder to which every rank writes while
             training goes on (`mics` only). A run resumes from either, on any number of ranks.
         resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts from the beginning.

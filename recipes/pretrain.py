@@ -46,7 +46,7 @@ from .rates import Throughput
 from .report import ClosingReport
 from .resume import SaveOnSignal, checkpoint_to_resume, progress_callbacks
 from .run_inputs import RunInputs
-from .signals import SIGTERM_EXIT, Request, SaveRequests
+from .signals import SaveRequests
 from .strategy import build_strategy, is_ours
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
         torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
     if requests.stopped_at:
         if _is_first_process():
-            print(requests.describe(Request.STOP, requests.stopped_at, arguments), flush=True)
-        if not requests.saves:
-            sys.exit(SIGTERM_EXIT)
+            print(requests.describe(requests.stopped_by, requests.stopped_at, arguments), flush=True)
+            if requests.exit_code:  # of another rank, it would make Lightning kill this one
+                sys.exit(requests.exit_code)
 
 
 def _train_with_lightning(recipe: Recipe, inputs: RunInputs, strategy: "Strategy | str") -> None:

@@ -17,7 +17,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
     """Run a module on the ranks of this machine; return its exit code.
 
-    SIGTERM and SIGUSR1 are forwarded to every rank. When a rank fails, the others are ended.
+    SIGTERM and SIGUSR1 are forwarded to every rank. When a rank fails, the others are ended. SIGINT, which a terminal
+    sends to the ranks as well, becomes a SIGTERM for them, so that they do not take it for a second one; a second one
+    kills them. The exit code is then 130.
 
     Args:
         world_size: Number of ranks.
@@ -34,12 +36,15 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
     command = [sys.executable, "-m", module, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        with _forwarding(ranks):
+        with _forwarding(ranks) as interrupts:
             for rank in range(world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(subprocess.Popen(command, env=environment | own))
-            return _wait(ranks)
-    except KeyboardInterrupt:  # the terminal has sent it to the ranks as well
+            code = _wait(ranks)
+            return 128 + signal.SIGINT if interrupts else code
+    except KeyboardInterrupt:
+        for rank in ranks:
+            rank.kill()
         return 128 + signal.SIGINT
     finally:
         _end(ranks)
@@ -69,17 +74,24 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Pass signals on to every rank that runs."""
+def _forwarding(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Pass signals on to every rank that runs; list a SIGINT."""
+    interrupts: list[int] = []
 
     def forward(number: int, _: object) -> None:
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    earlier = {number: signal.signal(number, forward) for number in _FORWARDED}
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.default_int_handler)
+        interrupts.append(number)
+        forward(signal.SIGTERM, frame)
+
+    handlers = {**dict.fromkeys(_FORWARDED, forward), signal.SIGINT: interrupt}
+    earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield interrupts
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

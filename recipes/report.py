@@ -61,7 +61,7 @@ class ClosingReport(Callback):
         self.max_context = max_context
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report on the first rank, unless SIGTERM ended the run; writing the sample takes all of them."""
+        """Report on the first rank, unless a signal ended the run; writing the sample takes all of them."""
         if trainer.should_stop:
             return
         traffic = traffic_of(trainer)  # before the forwards of the sample, which also communicate

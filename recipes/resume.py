@@ -45,7 +45,7 @@ class ElasticProgress(Callback):
 
 
 class SaveOnSignal(Callback):
-    """Save on signals and after the last step, and end the run on SIGTERM.
+    """Save on signals and after the last step, and end the run on SIGTERM and SIGINT.
 
     It is in place of Lightning's own reactions to signals.
 
@@ -88,7 +88,7 @@ class SaveOnSignal(Callback):
         is_wanted = request or step == self.config.max_steps
         if is_wanted and requests.saves and not is_regular:  # a regular one is written after this callback
             trainer.save_checkpoint(checkpoint_path(self.config, step))
-        if request is Request.STOP:
+        if request >= Request.STOP:
             trainer.should_stop = True
             trainer.limit_val_batches = 0
         elif request and trainer.is_global_zero:

@@ -1,12 +1,14 @@
-"""Signals that ask a run to save: SIGUSR1 goes on afterwards, SIGTERM ends the run.
+"""Signals that ask a run to save: SIGUSR1 goes on afterwards, SIGTERM and SIGINT (Ctrl-C) end the run.
 
 A signal may reach one rank or all. After every optimizer step the ranks agree on the strongest request, so that all of
-them save after the same step. A handler only takes a note: nothing communicates inside of it.
+them save after the same step. A handler only takes a note: nothing communicates inside of it. A second SIGINT ends this
+process at once.
 """
 
 import os
 import shlex
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
@@ -16,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIGTERM_EXIT = 128 + signal.SIGTERM  # exit code of a run that SIGTERM ended and that saved nothing
-
 
 class Request(IntEnum):
     """What a signal asks for; larger ones win."""
@@ -25,9 +25,10 @@ class Request(IntEnum):
     NONE = 0
     SAVE = 1
     STOP = 2
+    INTERRUPT = 3
 
 
-_REQUESTS = {signal.SIGUSR1: Request.SAVE, signal.SIGTERM: Request.STOP}
+_REQUESTS = {signal.SIGUSR1: Request.SAVE, signal.SIGTERM: Request.STOP, signal.SIGINT: Request.INTERRUPT}
 _NAMES = {request: number.name for number, request in _REQUESTS.items()}
 
 
@@ -38,28 +39,41 @@ class SaveRequests:
         saves: Whether the run writes checkpoints.
 
     Attributes:
-        stopped_at: Optimizer steps after which SIGTERM ended the training; 0 where it did not.
+        stopped_at: Optimizer steps after which a signal ended the training; 0 where none did.
+        stopped_by: What the ranks then agreed on.
     """
 
     def __init__(self, *, saves: bool) -> None:
         self.saves = saves
         self.stopped_at = 0
+        self.stopped_by = Request.NONE
         self._received: list[Request] = []
         self._num_handled = 0
         self._group: Any = None
         self._earlier: dict[int, Any] = {}
+        self._wakeup: socket.socket | None = None
 
     def install(self) -> None:
-        """Handle both signals from now on; call it again after a framework has set handlers of its own."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _REQUESTS:
-                self._earlier.setdefault(number, signal.signal(number, self._handle))
+        """Handle the signals from now on; call it again after a framework has set handlers of its own."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._wakeup is None:
+            received, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=_watch_interrupts, args=(received,), daemon=True).start()
+        for number in _REQUESTS:
+            self._earlier.setdefault(number, signal.signal(number, self._handle))
 
     def close(self) -> None:
         """Restore the handlers from before `install`."""
         for number, handler in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._earlier.clear()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            self._wakeup.close()
+            self._wakeup = None
         self._group = None
 
     def agree(self, step: int) -> Request:
@@ -80,9 +94,16 @@ class SaveRequests:
             strongest = torch.tensor([request])
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self._group)
             request = Request(int(strongest))
-        if request is Request.STOP:
-            self.stopped_at = step
+        if request >= Request.STOP:
+            self.stopped_at, self.stopped_by = step, request
         return request
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the first process: 0 where SIGTERM ended a run that is saved, else 128 and the signal."""
+        if self.stopped_by is Request.STOP:
+            return 0 if self.saves else 128 + signal.SIGTERM
+        return 128 + signal.SIGINT if self.stopped_by else 0
 
     def describe(self, request: Request, step: int, arguments: Sequence[str] = ()) -> str:
         """Return the line that rank 0 prints.
@@ -108,8 +129,24 @@ class SaveRequests:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.note(number)
-        name = signal.Signals(number).name  # print() may not be called again inside of itself, write() may
-        os.write(2, f"{name} received, handled after this optimizer step\n".encode())
+        if number != signal.SIGINT:  # print() may not be called again inside of itself, write() may
+            os.write(2, f"{signal.Signals(number).name} received, handled after this optimizer step\n".encode())
+
+
+def _watch_interrupts(received: socket.socket) -> None:
+    """Answer SIGINT in a thread: the handler does not run while the main thread waits for another rank.
+
+    Args:
+        received: Receives the number of every signal of this process, until its other end is closed.
+    """
+    num_interrupts = 0
+    while numbers := received.recv(64):
+        before, num_interrupts = num_interrupts, num_interrupts + numbers.count(signal.SIGINT)
+        if num_interrupts > 1:
+            os._exit(128 + signal.SIGINT)
+        if num_interrupts > before and os.environ.get("LOCAL_RANK", "0") == "0":  # a terminal sends it to every rank
+            os.write(2, b"SIGINT received, handled after this optimizer step; a second one ends the run at once\n")
+    received.close()
 
 
 def resume_command(arguments: Sequence[str]) -> str:

@@ -73,6 +73,24 @@ def test_signals_are_noted_and_agreed_on_once(capfd: pytest.CaptureFixture[str])
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_sigint_ends_a_run_like_sigterm_but_for_its_exit_code():
+    codes = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for saves in (True, False):
+            requests = SaveRequests(saves=saves)
+            requests.note(number)
+            assert requests.agree(4) >= Request.STOP
+            assert requests.stopped_at == 4
+            codes[number.name, saves] = requests.exit_code
+            assert requests.describe(requests.stopped_by, 4, ["a"]).startswith(f"{number.name}: ")
+    assert codes == {
+        ("SIGTERM", True): 0,
+        ("SIGTERM", False): 143,
+        ("SIGINT", True): 130,
+        ("SIGINT", False): 130,
+    }
+
+
 def agree(ctx: RankContext) -> list[int]:
     requests = SaveRequests(saves=True)
     answers = [requests.agree(1)]

@@ -1,5 +1,6 @@
 """Signals to the program as users send them: ranks of a real launcher save, stop and continue."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -16,15 +18,25 @@ STEPS = 400  # more than are done before a signal arrives
 LOGGED = "--trainer.log_every_steps=1"
 
 
-def start(repository: Path, folders: tuple[Path, Path], *options: str) -> subprocess.Popen[str]:
+def start(
+    repository: Path, folders: tuple[Path, Path], *options: str, stderr: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start a run in a session of its own, as a terminal does."""
     cache, output = folders
     command = [
         *(sys.executable, "-m", "recipes.pretrain", "llama-debug", f"--data.cache_dir={cache}"),
         *(f"--trainer.output_dir={output}", LOGGED, "--sample.num_tokens=0", *options),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=repository, env=environment, text=True, **pipes)
+    process = subprocess.Popen(
+        command,
+        cwd=repository,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
     _started.append(process)
     return process
 
@@ -36,9 +48,8 @@ _started: list[subprocess.Popen[str]] = []
 def _ends_what_it_started() -> Iterator[None]:
     yield
     for process in _started:
-        children = rank_processes(process) if process.poll() is None else []
-        for number in (process.pid, *children) if process.poll() is None else ():
-            os.kill(number, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # its ranks are of its group
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     _started.clear()
 
@@ -105,6 +116,42 @@ def test_sigterm_saves_and_the_printed_command_continues(
     _, errors = continued.communicate()
     assert continued.returncode == 0, errors
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
+
+
+@pytest.mark.parametrize(
+    ("framework", "options"),
+    [("lightning", SHARDED), ("accelerate", FULL_DDP)],
+    ids=["lightning-mics", "accelerate-ddp"],
+)
+def test_an_interrupt_of_the_terminal_saves_and_the_printed_command_continues(
+    framework: str, options: Sequence[str], repository: Path, cache_dir: Path, tmp_path: Path
+):
+    process = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options)
+    wait_for_step(tmp_path, 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the program and its ranks
+    output, errors = process.communicate()
+    assert process.returncode == 130, errors
+    (last,) = saved(tmp_path)
+    assert max(losses(tmp_path)) == last < STEPS
+    line = f"SIGINT: saved after step {last}. Continue with: mics pretrain --config="
+    assert next(text for text in output.splitlines() if text.startswith("SIGINT: ")).startswith(line)
+    assert errors.count("SIGINT received, handled after this optimizer step; a second one ends the run at once") == 1
+    assert "Traceback" not in errors
+
+
+def test_a_second_interrupt_ends_a_run_that_hangs(repository: Path, cache_dir: Path, tmp_path: Path):
+    with (tmp_path / "errors").open("w") as file:
+        process = start(repository, (cache_dir, tmp_path), "--trainer.framework=lightning", *SHARDED, stderr=file)
+    wait_for_step(tmp_path, 2, process)
+    (other,) = rank_processes(process)
+    os.kill(other, signal.SIGSTOP)  # the first rank waits for it without an end
+    os.killpg(process.pid, signal.SIGINT)
+    while "SIGINT received" not in (tmp_path / "errors").read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait()
+    assert (process.returncode, saved(tmp_path)) == (130, [])
 
 
 def test_a_signal_to_a_run_without_checkpoints_is_answered(repository: Path, cache_dir: Path, tmp_path: Path):
