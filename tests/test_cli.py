@@ -79,6 +79,12 @@ def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.startswith("step-2: step 2, written by 4 ranks")
 
 
+def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "hf")]) == 1
+    message = f"mics export: `{tmp_path / 'nowhere'}` is not a checkpoint: it has no `.metadata`. Pass the folder that"
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(ranks, tmp_path / "step-2")
     file = tmp_path / "step-2" / "__0_0.distcp"

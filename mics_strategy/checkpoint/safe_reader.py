@@ -108,6 +108,10 @@ class SafeReader(FileSystemReader):
         try:
             with file.open("rb") as opened:
                 metadata = _MetadataUnpickler(opened).load_unchanged()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"`{folder}` is not a checkpoint: it has no `{METADATA}`. Pass the folder that holds it."
+            ) from None
         except Exception as error:  # unpickling raises what the constructors of the classes raise
             raise CheckpointError(
                 f"`{file}` is not checkpoint metadata ({error}). It is damaged, or was changed to run code when it is "

@@ -46,6 +46,14 @@ _log = logging.getLogger(__name__)
 _VISIBLE_WITHIN_S = 30.0  # until a folder of rank 0 is visible on another machine
 
 
+def _reason(error: BaseException) -> str:
+    """The text of an error, with that of the disk's, over which torch's writer raises another one."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return f"{error}" if found in (None, error) else f"{found} ({error})"
+
+
 class PendingSave:
     """A checkpoint that is being written. The process does not exit before.
 
@@ -298,7 +306,7 @@ class _SaveJob:
             try:
                 report = self._write_shard(rank).to_json()
             except BaseException as error:
-                report = shard_report.failed(f"Rank {rank} could not write `{self.path}`: {error}")
+                report = shard_report.failed(f"Rank {rank} could not write `{self.path}`: {_reason(error)}")
             channel.send(f"share {rank}", report.encode())
             if rank == 0:
                 channel.send("outcome", self._finalize().encode())
