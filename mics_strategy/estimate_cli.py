@@ -27,7 +27,7 @@ from mics_strategy.engine.setup.resolve import description_of
 from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.auto import AutoJob, choose
-from mics_strategy.planner.catalog import describe_model, model_names, nearest
+from mics_strategy.planner.catalog import describe_model, model_names, nearest, recipe_hint
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import NOT_STATES, MicroBatch, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model_trace import TraceInput, trace_model
@@ -250,11 +250,12 @@ def _build_model(source: str) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
     transformers: Any = importlib.import_module("transformers")
+    hint = recipe_hint(source)
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=bool(hint))
     except (OSError, ValueError) as error:
-        hint = nearest(source, model_names())
-        raise ConfigError(f"`{source}` is not a model of transformers, nor of the catalog: {error}{hint}") from error
+        reason = f".{hint}" if hint else f": {error}{nearest(source, model_names())}"
+        raise ConfigError(f"`{source}` is not a model of transformers, nor of the catalog{reason}") from error
     with torch.device("meta"):
         try:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

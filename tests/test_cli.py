@@ -212,6 +212,11 @@ def test_estimate_of_a_function_of_a_module(capsys: pytest.CaptureFixture[str]) 
         (["llama-7b", "--ranks-per-node", "8", "--units", "Layer"], "Remove it"),
         (["bert-10b", "--ranks-per-node", "8", "--micro-batch", "1", "--seq-len", "1024"], "512 positions"),
         (["nowhere", "--ranks-per-node", "8"], "is not a model of transformers"),
+        (
+            ["bert-base", "--ranks-per-node", "8"],
+            "`bert-base` is not a model of transformers, nor of the catalog. It is a recipe: run "
+            "`mics pretrain bert-base --plan CLUSTER` for a plan, or `mics pretrain bert-base --dry-run`",
+        ),
         ([".", "--ranks-per-node", "8", "--preset", "zero4"], "zero4"),
         ([".", "--ranks-per-node", "8", "--partition-size", "3"], "does not divide"),
         ([".", "--ranks-per-node", "8", "--units", "Layer"], "no module of class Layer"),

@@ -9,6 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mics_strategy.errors import ConfigError
@@ -94,6 +95,17 @@ def nearest(name: str, names: Iterable[str]) -> str:
     matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
     return f"{hint} Use one of {', '.join(known)}."
+
+
+def recipe_hint(name: str) -> str:
+    """The commands for the model of a recipe of this name, for an error; empty where there is none."""
+    folders = (parent / "recipes" for parent in Path(__file__).parents[1:3])  # of a wheel, of a checkout
+    if name not in {f"{file.parent.name}-{file.stem}" for folder in folders for file in folder.glob("*/*.yaml")}:
+        return ""
+    return (
+        f" It is a recipe: run `mics pretrain {name} --plan CLUSTER` for a plan, or `mics pretrain {name} --dry-run` "
+        "for the memory of a rank."
+    )
 
 
 def _key(name: str) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, nearest
+from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, nearest, recipe_hint
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ModelSource:
             return self._of_factory()
         raise ConfigError(
             f"`--model {self.text}` is neither a model of the catalog, nor a file, nor `module:factory`."
-            f"{nearest(self.text, model_names())}"
+            f"{recipe_hint(self.text) or nearest(self.text, model_names())}"
         )
 
     def _check_seq_len(self, *, is_needed: bool) -> None:

@@ -163,6 +163,10 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
 
 PLAN: dict[str, tuple[list[str], str]] = {
     "no such model": (["--model", "llama-7", *P4D, "--global-batch", "64"], "Did you mean llama-7b"),
+    "model of a recipe": (
+        ["--model", "gpt2-xl", *P4D, "--global-batch", "64"],
+        "It is a recipe: run `mics pretrain gpt2-xl --plan CLUSTER` for a plan",
+    ),
     "no such file": (["--model", "here/config.json", *P4D, "--global-batch", "64"], "does not exist"),
     "no such cluster": ([*LLAMA, "--cluster", "p4d", "--nodes", "2", "--global-batch", "64"], "Did you mean p4d"),
     "no such cluster, no nodes": ([*LLAMA, "--cluster", "p4d", "--global-batch", "64"], "Did you mean p4d"),
