@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ def shard(
     units: UnitRule = "auto",
     device: torch.device | str = "auto",
     initializer: Initializer | str = "auto",
+    **fields: Any,
 ) -> Sharded:
     """Shard the model states of `model` in place. Collective.
 
@@ -73,6 +74,7 @@ def shard(
         initializer: Function that initializes one module on the meta device. It is called with each module that owns
             parameters or buffers, inner ones first. ``"auto"`` uses `_init_weights` inside of models of transformers
             and each module's `reset_parameters` elsewhere, and rank 0 prints which.
+        **fields: Fields of `ShardConfig` in place of those of `config`, such as ``partition_size=2``.
 
     Returns:
         The handle of the sharded model.
@@ -87,15 +89,15 @@ def shard(
         twelve all-gathers and reduce-scatters of every shape of unit.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
-        )
+        ShardConfig.of(config, **fields)  # a wrong name is the first thing to say
+        raise ConfigError("`shard()` was called before the process group exists. Call `init_process_group()` first.")
     if torch.get_default_device().type == "meta":
         raise ConfigError(
             "`shard()` was called under `torch.device('meta')`, where all new tensors are without memory. Build the "
             "model there, and call `shard()` after the context has ended."
         )
-    (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
+    found, by_rank = run_and_gather(lambda: _checked(model, config, fields, units, device, initializer))
+    resolved, target, modules = found
     check_equal([setup.arguments for setup in by_rank])
     agreed_specs([setup.buffers for setup in by_rank])
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
@@ -130,6 +132,7 @@ class _RankSetup:
 def _checked(
     model: nn.Module,
     config: ShardConfig | str,
+    fields: dict[str, Any],
     units: UnitRule,
     device: torch.device | str,
     initializer: Initializer | str,
@@ -138,7 +141,7 @@ def _checked(
 
     Returns the configuration, the device and the units; and the `_RankSetup` of this rank.
     """
-    resolved = ShardConfig.preset(config) if isinstance(config, str) else config
+    resolved = ShardConfig.of(config, **fields)
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
     materialize.check_initializer(initializer)
     target = target_device(device)

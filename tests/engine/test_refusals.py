@@ -437,6 +437,10 @@ def sharded_under_meta(ctx: RankContext) -> None:
         _mlp()
 
 
+def unknown_field(ctx: RankContext) -> None:
+    shard(models.mlp().build(), partition=2)
+
+
 def sharded_around_ddp(ctx: RankContext) -> None:
     shard(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
 
@@ -550,6 +554,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (block_by_block, ConfigError, r"`2` is sharded already. Call `shard\(\)` once, on the outermost model"),
     (parametrized, LifecycleError, r"has lost its parameter 'weight' after `shard\(\)`.*Change the model first"),
     (parametrization_removed, LifecycleError, r"`0.weight` was added, replaced"),
+    (unknown_field, ConfigError, r"Unknown option 'partition'\. Did you mean 'partition_size'"),
     (micro_step_out_of_range, ConfigError, r"`micro_step\(3, of=3\)`.*Use 0 to 2"),
     (norm_of_nothing, ConfigError, r"`norm_type=0.0` is not a norm"),
     (norm_of_infinity, LifecycleError, r"gradient norm is (inf|nan)"),
@@ -566,6 +571,26 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
 @pytest.mark.parametrize(("job", "error", "message"), REFUSED, ids=[job.__name__ for job, _, _ in REFUSED])
 def test_every_rank_refuses(ranks: RankPool, job: Job, error: type[MiCSError], message: str) -> None:
     assert_refused(ranks(4, refusal, job, timeout_s=15.0), error, f"(?s){message}")
+
+
+def unknown_preset_without_group(ctx: RankContext) -> None:
+    shard(models.mlp().build(), "mcs")
+
+
+def test_a_wrong_preset_is_told_before_a_missing_process_group(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(1, unknown_preset_without_group, default_group=False), ConfigError, "`preset='mcs'` is not known"
+    )
+
+
+def scopes_with_fields(ctx: RankContext) -> tuple[int, int]:
+    with_preset = shard(models.mlp().build(), partition_size=2)
+    with_config = shard(models.mlp().build(), ShardConfig.preset("zero1"), optimizer="partition", partition_size=2)
+    return with_preset.scopes.params, with_config.scopes.optimizer
+
+
+def test_fields_may_be_given_beside_a_preset_or_a_configuration(ranks: RankPool) -> None:
+    assert ranks(4, scopes_with_fields) == [(2, 2)] * 4
 
 
 def shard_without_group(ctx: RankContext) -> None:
