@@ -67,6 +67,8 @@ def _save_full(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self, output_dir, _internal_call)
             return
         is_checkpoint = _internal_call and output_dir is not None
+        if is_checkpoint and self.args.should_save and plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            Path(str(output_dir)).mkdir(parents=True, exist_ok=True)  # which the caller looks for
         with nullcontext() if is_checkpoint else _with_full_state_dicts(plugin), _saving_whole_model(self):
             stock(self, output_dir, _internal_call)
 

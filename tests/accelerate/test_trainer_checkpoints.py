@@ -193,6 +193,23 @@ def test_the_best_model_is_loaded_and_old_checkpoints_removed_as_with_ddp(ranks:
     run(ranks, 4, best, ranks_per_node=2)
 
 
+def best_is_last(ctx: RankContext) -> None:
+    """The only evaluation is the last one, so no later checkpoint corrects what the first one has written."""
+    options = {**SAVING, "load_best_model_at_end": True, "num_train_epochs": 1, "eval_strategy": "epoch"}
+    options |= {"save_strategy": "epoch"}
+    for config, kind in ((PLAIN, FULL), ("mics", SHARDED)):
+        with launched(config, state_dict_type=kind):
+            made = trainer(llama(), arguments(f"{config}", **options))
+            made.train()
+            dist.barrier()
+            assert made.state.best_model_checkpoint == f"{config}/checkpoint-{made.state.global_step}"
+
+
+@pytest.mark.slow
+def test_the_best_model_is_named_when_it_is_the_last(ranks: RankPool) -> None:
+    run(ranks, 2, best_is_last)
+
+
 def with_weights_only(ctx: RankContext) -> None:
     found = {}
     for config in (PLAIN, "mics"):
