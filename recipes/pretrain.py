@@ -29,6 +29,7 @@ from .config import Recipe, TrainerConfig, load_recipe
 from .data.loaders import TrainLoader, ValidationLoader
 from .data.prepare import PreparedData, objective_of, prepare
 from .dry_run import dry_run
+from .environment import write_environment
 from .errors import RecipeError
 from .files import find_recipe
 from .flops import peak_tflop_per_s
@@ -257,6 +258,7 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bo
     output_dir = Path(recipe.trainer.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
+    write_environment(output_dir, recipe, plan.world_size)
     if is_new:
         for name in (JSONL, CSV):
             (output_dir / name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 
 from .config import SampleConfig
+from .environment import end_environment
 from .hf_export import HFExport
 from .metrics import History
 from .report_page import ENGINE, write_page
@@ -77,6 +78,7 @@ class ClosingReport(Callback):
         if trainer.is_global_zero:
             print("\n" + "\n\n".join(filter(None, parts)), flush=True)
             write_engine_account(self.folder, trainer, traffic)
+            end_environment(self.folder)
             print(f"\nThe report is {write_page(self.folder)}", flush=True)
 
 

@@ -17,54 +17,84 @@ import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
+from .environment import ENVIRONMENT, described
 from .errors import RecipeError
 from .metrics_files import JSONL, VALIDATION_LOSS, Row, read_rows
 
 PAGE, ENGINE = "report.html", "engine.json"
 _MAX_ROWS = 200
-_PLOTS: tuple[tuple[str, tuple[str, ...], float], ...] = (  # title, columns, divisor
-    ("Loss, nats", ("loss", VALIDATION_LOSS), 1.0),
-    ("Tokens per second", ("tokens_per_s",), 1.0),
-    ("Samples per second", ("samples_per_s",), 1.0),
-    ("Share of the peak", ("mfu", "mfu_megatron"), 1.0),
-    ("Learning rate", ("lr",), 1.0),
-    ("Norm of the gradient", ("grad_norm",), 1.0),
-    ("Memory, GB", ("peak_memory_bytes", "peak_host_bytes"), 1e9),
+_PLOTS: tuple[tuple[str, ...], ...] = (  # columns of one plot
+    ("loss", VALIDATION_LOSS),
+    ("tokens_per_s",),
+    ("samples_per_s",),
+    ("mfu", "mfu_megatron"),
+    ("lr",),
+    ("grad_norm",),
+    ("peak_memory_bytes", "peak_host_bytes"),
 )
+_FROM_ZERO = ("tokens_per_s", "samples_per_s", "mfu", "peak_memory_bytes")
+_LABELS = {
+    "loss": "loss, nats",
+    VALIDATION_LOSS: "validation loss, nats",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_rank": "tokens/s of a rank",
+    "samples_per_s": "samples/s",
+    "step_s": "time of a step, s",
+    "model_tflop_per_s_per_rank": "TFLOP/s of a rank",
+    "paper_tflop_per_s_per_rank": "TFLOP/s of a rank, as MiCS counts",
+    "mfu": "share of the peak (MFU)",
+    "mfu_megatron": "MFU by Megatron's formula",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient",
+    "peak_memory_bytes": "peak memory of the device, GB",
+    "peak_host_bytes": "peak memory of the process, GB",
+}
+_STYLE = """
+:root { color-scheme: light dark; --text: #222; --ground: #fff; --code: #f5f5f5; --line: #999; --alarm: #b00 }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --ground: #181818; --code: #262626; --line: #666; --alarm: #f77 }
+  figure svg { filter: invert(1) hue-rotate(180deg) }
+}
+body { font: 15px/1.4 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
+body { color: var(--text); background: var(--ground); overflow-wrap: anywhere }
+table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top }
+.wide { overflow-x: auto } .wide td, .wide th { white-space: nowrap }
+td:first-child, th:first-child, .facts td { text-align: left } th { border-bottom: 1px solid var(--line) }
+.plots { display: flex; flex-wrap: wrap } .plots figure { margin: 0; flex: 1 1 min(28rem, 100%); max-width: 32rem }
+svg { width: 100%; height: auto } pre { background: var(--code); padding: 1rem; overflow-x: auto }
+.different { color: var(--alarm) }
+"""
 _TEMPLATE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ run.name }}</title>
-<style>
-body { font: 15px/1.4 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap }
-td:first-child, th:first-child { text-align: left } th { border-bottom: 1px solid #999; font-weight: 600 }
-.plots { display: flex; flex-wrap: wrap } .plots figure { margin: 0; flex: 1 1 28rem } svg { width: 100%; height: auto }
-.wide { overflow-x: auto } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto } .different { color: #b00 }
-</style></head><body>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ run.name }}</title>
+<style>{{ style }}</style></head><body>
 <h1>{{ run.name }}</h1>
 {% if run.is_incomplete %}<p class="different">The run has taken {{ run.last_step }} of {{ run.max_steps }} steps.</p>
-{% endif %}<table>{% for name, value in run.summary %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endif %}<table class="facts">{% for name, value in run.summary %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
 {% endfor %}</table>
 <h2>Course</h2>
 {% if has_plots %}<div class="plots">{% for plot in plots %}<figure>{{ plot }}</figure>{% endfor %}</div>
 {% else %}<p>Plots need matplotlib, which is not installed: <code>pip install matplotlib</code>.</p>
 {% endif %}<h2>Traffic</h2>
 {% if run.traffic %}<p>Sent by the first rank in the last optimizer step.</p>
-<table><tr><th>axis</th><th>collective</th><th>calls</th><th>planned, B</th><th>sent, B</th><th></th></tr>
+<div class="wide"><table><tr><th>axis</th><th>collective</th><th>calls</th><th>planned, B</th><th>sent, B</th>
+<th></th></tr>
 {% for row in run.traffic %}<tr><td>{{ row.axis }}</td><td>{{ row.collective }}</td><td>{{ row.count }}</td>
 <td>{{ "{:,}".format(row.planned_bytes) }}</td><td>{{ "{:,}".format(row.sent_bytes) }}</td>
 <td>{% if row.planned_bytes == row.sent_bytes %}equal{% else %}<b class="different">DIFFERENT</b>{% endif %}</td></tr>
-{% endfor %}</table>
+{% endfor %}</table></div>
 {% else %}<p>Not recorded: the run has not ended, sent nothing, or its strategy is not one of this project.</p>
 {% endif %}<h2>Memory of the engine</h2>
 {% if run.memory %}<p>Allocated by the first rank.</p>
-<table>{% for purpose, num_bytes in run.memory %}
+<div class="wide"><table>{% for purpose, num_bytes in run.memory %}
 <tr><td>{{ purpose }}</td><td>{{ "{:,}".format(num_bytes) }} B</td></tr>
-{% endfor %}</table>
+{% endfor %}</table></div>
 {% else %}<p>Not recorded: the run has not ended, or its strategy is not one of this project.</p>
 {% endif %}<h2>Log</h2>
 <p>{{ run.shown | length }} of {{ run.rows | length }} rows; metrics.csv and metrics.jsonl have all of them.</p>
-<div class="wide"><table><tr>{% for name in run.columns %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in run.shown %}<tr>{% for name in run.columns %}<td>{{ row.get(name, "") }}</td>{% endfor %}</tr>
+<div class="wide"><table><tr>{% for name in run.columns %}<th>{{ label(name) }}</th>{% endfor %}</tr>
+{% for row in run.shown %}<tr>{% for name in run.columns %}<td>{{ number(name, row[name]) if name in row }}</td>
+{% endfor %}</tr>
 {% endfor %}</table></div>
 <h2>Resolved recipe</h2><pre>{{ run.recipe_text }}</pre>
 </body></html>
@@ -81,6 +111,7 @@ class RunRecord:
         rows: Rows of the log.
         traffic: Planned and sent bytes by axis and collective; empty where not recorded.
         memory: Purposes and bytes of the engine's allocations; empty where not recorded.
+        environment: Date, duration, machines, versions; empty where not recorded.
         recipe_text: The resolved recipe.
     """
 
@@ -89,6 +120,7 @@ class RunRecord:
     rows: list[Row]
     traffic: list[dict[str, Any]]
     memory: list[tuple[str, int]]
+    environment: list[tuple[str, str]]
     recipe_text: str
 
     @property
@@ -118,18 +150,33 @@ class RunRecord:
     def summary(self) -> list[tuple[str, str]]:
         """Names and values at the head of the page."""
         values = {name: [row[name] for row in self.rows if name in row] for name in self.columns}
-        lines = [("optimizer steps", f"{self.last_step:,} of {self.max_steps:,}")]
+        lines = [*self.environment, ("optimizer steps", f"{self.last_step:,} of {self.max_steps:,}")]
         for name in ("loss", VALIDATION_LOSS):
             if found := values.get(name):
-                lines.append((name.replace("_", " "), f"{found[0]:.4f} -> {found[-1]:.4f}"))
+                lines.append((label(name), f"{number(name, found[0])} -> {number(name, found[-1])}"))
         for name in ("tokens_per_s", "tokens_per_s_per_rank", "samples_per_s"):
             if found := values.get(name):
-                lines.append((f"{name}, last and best", f"{found[-1]:,.1f}, {max(found):,.1f}"))
-        lines += [(f"{name}, last", f"{values[name][-1]:.1%}") for name in ("mfu", "mfu_megatron") if name in values]
+                text = f"{number(name, found[-1])} at the end, {number(name, max(found))} at best"
+                lines.append((label(name), text))
+        lines += [(label(name), f"{values[name][-1]:.1%}") for name in ("mfu", "mfu_megatron") if name in values]
         for name in ("peak_memory_bytes", "peak_host_bytes"):
             if found := values.get(name):
-                lines.append((name.replace("_bytes", "").replace("_", " "), f"{max(found) / 1e9:.2f} GB"))
+                lines.append((label(name), number(name, max(found))))
         return lines
+
+
+def label(name: str) -> str:
+    """Return the words for a column."""
+    return _LABELS.get(name, name.replace("_", " "))
+
+
+def number(name: str, value: float) -> str:
+    """Return a value of a column: four significant digits, whole numbers as they are, bytes in GB."""
+    if name.endswith("_bytes"):
+        value /= 1e9
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{float(f'{value:.4g}'):,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -149,6 +196,7 @@ def read_run(folder: Path) -> RunRecord:
     text, engine = _read(folder / "config.yaml"), "{}"
     if (folder / ENGINE).is_file():
         engine = _read(folder / ENGINE)
+    facts = _read(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else "{}"
     try:
         recipe, account = yaml.safe_load(text), json.loads(engine)
         return RunRecord(
@@ -157,12 +205,14 @@ def read_run(folder: Path) -> RunRecord:
             rows=rows,
             traffic=list(account.get("traffic", ())),
             memory=list(account.get("memory_bytes", {}).items()),
+            environment=described(json.loads(facts)),
             recipe_text=text,
         )
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RecipeError(
-            f"The report needs config.yaml and {ENGINE} as a run writes them to {folder}, but they cannot be read "
-            f"({type(error).__name__}: {error}). Restore them, or delete {ENGINE}, which is optional."
+            f"The report needs config.yaml, {ENGINE} and {ENVIRONMENT} as a run writes them to {folder}, but they "
+            f"cannot be read ({type(error).__name__}: {error}). Restore them, or delete {ENGINE} and {ENVIRONMENT}, "
+            "which are optional."
         ) from error
 
 
@@ -177,7 +227,8 @@ def write_page(folder: Path) -> Path:
     template = Environment(autoescape=True).from_string(_TEMPLATE)
     plots = [Markup(text) for text in _plots(run.rows)] if has_plots else []  # matplotlib escapes text
     page, draft = folder / PAGE, folder / f"{PAGE}.{os.getpid()}"
-    draft.write_text(template.render(run=run, plots=plots, has_plots=has_plots))
+    words = {"style": Markup(_STYLE), "label": label, "number": number}
+    draft.write_text(template.render(run=run, plots=plots, has_plots=has_plots, **words))
     draft.replace(page)
     return page
 
@@ -195,21 +246,27 @@ def _plots(rows: Sequence[Row]) -> list[str]:
 
     drawn = []
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mics", "axes.grid": True, "font.size": 9}):
-        for title, columns, divisor in _PLOTS:
+        for columns in _PLOTS:
+            if columns == ("samples_per_s",) and any("tokens_per_s" in row for row in rows):
+                continue  # the same curve
+            divisor = 1e9 if columns[0].endswith("_bytes") else 1.0
             points = {name: [(row["step"], row[name] / divisor) for row in rows if name in row] for name in columns}
             points = {name: pairs for name, pairs in points.items() if pairs}
             if not points:
                 continue
             figure = Figure(figsize=(5.2, 2.9))
             figure.subplots_adjust(left=0.14, right=0.97, bottom=0.16, top=0.9)  # an engine would draw twice
+            title = label(next(iter(points))) if len(points) == 1 else ""
             axes = figure.add_subplot(title=title, xlabel="optimizer step")
             for name, pairs in points.items():
                 steps, values = zip(*pairs, strict=True)
-                axes.plot(steps, values, label=name, marker="." if len(pairs) < 30 else None)
+                axes.plot(steps, values, label=label(name), marker="." if len(pairs) < 30 else None)
+            if columns[0] in _FROM_ZERO:
+                axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
             if len(points) > 1:
                 axes.legend()
             text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None})
+            figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
             drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
     return drawn
 

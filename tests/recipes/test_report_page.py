@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes import report_page
 from recipes.metrics_files import read_rows
-from recipes.report_page import main, write_page
+from recipes.report_page import main, number, write_page
 from tests.recipes.short_runs import run_debug_recipe
 
 QUIET = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -36,11 +37,16 @@ def test_the_page_of_a_run_has_the_numbers_of_its_log(framework: str, cache_dir:
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert len(rows) == 4
     for row in rows:
-        assert all(f"<td>{value}</td>" in page for value in row.values())
+        assert all(f"<td>{number(name, value)}</td>" in page for name, value in row.items())
     assert page.count("<svg") >= 4
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
+    assert ("tokens/s" in drawn, "samples/s" in drawn) == (True, False)  # one curve on two scales
     assert "global_size: 8" in page
     assert not re.search(r"(src|href)=\"(?!#)", re.sub(r"<svg .*?>", "", page))  # refers to no other file
     assert "has taken" not in page
+    for fact in ("last start", "duration, from the last start", "ranks", "host", "versions"):
+        assert page.count(f"<td>{fact}</td>") == 1
+    assert f"torch {torch.__version__}" in page
 
 
 def test_the_page_shows_traffic_and_memory_and_escapes_text(folder: Path):
@@ -49,7 +55,46 @@ def test_the_page_shows_traffic_and_memory_and_escapes_text(folder: Path):
     assert "<h1>two&lt;b&gt;</h1>" in page
     assert re.search(r"all_gather</td><td>3</td>\s*<td>24</td><td>48</td>\s*<td><b class=\"different\">DIFFERENT", page)
     assert "<td>gradients</td><td>4,096 B</td>" in page
-    assert "6.2500 -&gt; 5.5000" in page
+    assert "6.25 -&gt; 5.5" in page
+
+
+def test_a_page_says_when_where_and_with_what_a_run_was_made(folder: Path):
+    facts = {"begun": "2026-11-27T08:00:00+01:00", "ended": "2026-11-27T10:03:04+01:00", "git commit": "0123abc-dirty"}
+    (folder / "environment.json").write_text(json.dumps({**facts, "versions": "torch <2>"}))
+    page = write_page(folder).read_text()
+    for name, text in (
+        ("last start", "2026-11-27 08:00 +0100"),
+        ("duration, from the last start", "2 h 03 min 04 s"),
+        ("git commit", "0123abc-dirty"),
+        ("versions", "torch &lt;2&gt;"),
+    ):
+        assert f"<tr><td>{name}</td><td>{text}</td></tr>" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", 0.0024942691088673465, "0.002494"),
+        ("lr", 3e-05, "3e-05"),
+        ("tokens_per_s", 1234567.8, "1,235,000"),
+        ("step", 38000, "38,000"),
+        ("peak_host_bytes", 1234567890, "1.235"),
+        ("loss", float("nan"), "nan"),
+        ("perplexity", float("inf"), "inf"),
+    ],
+)
+def test_a_number_has_four_significant_digits(name: str, value: float, text: str):
+    assert number(name, value) == text
+
+
+def test_a_page_fits_a_phone_and_follows_the_colours_of_its_reader(folder: Path):
+    (folder / "engine.json").write_text(json.dumps({"traffic": [TRAFFIC], "memory_bytes": {"gradients": 4096}}))
+    page = write_page(folder).read_text()
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert "prefers-color-scheme: dark" in page
+    facts, *tables = [page[: found.start()] for found in re.finditer("<table", page)]
+    assert not facts.endswith('<div class="wide">')  # its lines are broken
+    assert [text.endswith('<div class="wide">') for text in tables] == [True, True, True]
 
 
 def test_a_run_that_goes_on_has_a_page(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -66,7 +111,8 @@ def test_a_long_log_is_listed_in_part(folder: Path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_page(folder).read_text()
     assert "200 of 1000 rows" in page
-    assert ("<td>1</td><td>6.999</td>" in page, "<td>1000</td><td>6.0</td>" in page) == (True, True)
+    cells = re.sub(r"\s*(</?t[dr]>)\s*", r"\1", page)
+    assert ("<td>1</td><td>6.999</td>" in cells, "<td>1,000</td><td>6</td>" in cells) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -103,4 +149,4 @@ def test_without_matplotlib_the_page_has_no_plots(folder: Path, monkeypatch: pyt
     page = write_page(folder).read_text()
     assert "<svg" not in page
     assert "pip install matplotlib" in page
-    assert "1234.5" in page
+    assert "<td>1,234</td>" in page
