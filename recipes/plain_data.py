@@ -157,7 +157,10 @@ def typed(values: Mapping[str, Any], kind: type, prefix: str = "") -> dict[str, 
     hints = types_of(kind)
     for name in values:
         if name not in hints:
-            matches = difflib.get_close_matches(name, hints, n=1)
+            blocks = [
+                block for block, hint in hints.items() if dataclasses.is_dataclass(hint) and name in types_of(hint)
+            ]
+            matches = [f"{block}.{name}" for block in blocks] or difflib.get_close_matches(name, hints, n=1)
             hint = f" Did you mean `{prefix}{matches[0]}`?" if matches else ""
             raise RecipeError(f"{shown(prefix + name)} is no field of a recipe.{hint} Use one of {', '.join(hints)}.")
     return {name: _typed(value, hints[name], f"{prefix}{name}") for name, value in values.items()}

@@ -64,6 +64,7 @@ def test_print_config_shows_defaults(capsys: pytest.CaptureFixture[str]):
     ("arguments", "message"),
     [
         (["--model.hidden=3"], r"`model\.hidden` is no field.*Did you mean `model\.hidden_size`"),
+        (["--tokenizer=gpt2"], r"`tokenizer` is no field.*Did you mean `data\.tokenizer`\?"),
         (["--config={model: {sizee: 3}}"], r"`model\.sizee` is no field"),
         (["--model.hidden_size=wide"], r"`model\.hidden_size` is `wide`.*a whole number or `auto`"),
         (["--strategy.shard=3"], r"`strategy\.shard` is `3`.*a mapping"),
