@@ -32,7 +32,7 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from mics_strategy.engine.exact_dtensor import check_losses
-from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
+from mics_strategy.engine.parameter import GradientLink, ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
 
@@ -44,7 +44,42 @@ _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDict
 
 
 class UnshardedParameter(nn.Parameter):
-    """A parameter as a forward uses it, with a count of all writes."""
+    """A parameter as a forward uses it, with a count of all writes.
+
+    It shares its attributes with the sharded parameter.
+
+    Attributes:
+        mics_link: See `ShardedParameter`.
+        mics_position: See `ShardedParameter`.
+        raw_grad: Autograd's own slot, which is empty but for the moment in which the engine takes a gradient.
+    """
+
+    mics_link: GradientLink
+    mics_position: int
+    raw_grad = torch.Tensor.grad  # the descriptor under the property below
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the sharded parameter, for scripts that reach it through the module of a running forward."""
+        sharded = self._sharded()
+        return None if sharded is None else sharded.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        sharded = self._sharded()
+        if sharded is not None:
+            sharded.grad = value
+
+    def _sharded(self) -> ShardedParameter | None:
+        if torch.compiler.is_compiling():  # torch looks for a gradient of each input, of which compiled code has none
+            return None
+        sharded = self.mics_link.sharded(self.mics_position)
+        if sharded is not None and torch._C._current_graph_task_id() != -1:
+            raise LifecycleError(
+                f"The gradient of `{sharded.mics_name}` was read or set in a backward, before ranks have reduced it. "
+                "Do it after the backward, or take the gradient of this rank in `parameter.register_hook`."
+            )
+        return sharded
 
     @property
     def data(self) -> torch.Tensor:

@@ -21,7 +21,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from mics_strategy.comm.placement import digest
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
@@ -82,7 +81,7 @@ class UnshardedParams:
         self.is_master = is_master
         self._guard = None if is_master or buffer.is_meta else StorageGuard(buffer)
         guarded = buffer if self._guard is None else self._guard.tensor
-        self.params: list[nn.Parameter] = [
+        self.params: list[UnshardedParameter] = [
             UnshardedParameter(view.data, requires_grad=spec.trainable) for view in spec.layout.unpadded_views(guarded)
         ]
         self.views = [view.data for view in spec.layout.unpadded_views(buffer)]

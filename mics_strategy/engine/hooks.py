@@ -33,9 +33,11 @@ from mics_strategy.errors import ConfigError, LifecycleError
 if TYPE_CHECKING:
     from weakref import WeakMethod
 
+    from mics_strategy.engine.autograd import UnshardedParameter
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.order import ForwardCall
+    from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.step import Engine
     from mics_strategy.engine.unit import Unit
 
@@ -71,11 +73,13 @@ def install(engine: Engine, before_root_forward: WeakMethod[Callable[[], None]])
     return forward_hooks
 
 
-def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(
+    engine: Engine, unit: Unit, gradient: GradBucket, position: int
+) -> Callable[[UnshardedParameter], None]:
     """The hook of one unsharded parameter."""
     weak_engine, weak_unit, weak_gradient = weakref.ref(engine), weakref.ref(unit), weakref.ref(gradient)
 
-    def hook(parameter: torch.Tensor) -> None:
+    def hook(parameter: UnshardedParameter) -> None:
         live_engine, live_unit, live_gradient = weak_engine(), weak_unit(), weak_gradient()
         if live_engine is not None and live_unit is not None and live_gradient is not None:
             live_engine.on_grad(live_unit, live_gradient, position, parameter)
@@ -343,6 +347,11 @@ class EngineLink:
         """See `parameter.GradientLink`."""
         bucket = self._bucket()
         return None if bucket is None else bucket.unsharded.params[position]
+
+    def sharded(self, position: int) -> ShardedParameter | None:
+        """See `parameter.GradientLink`."""
+        bucket = self._bucket()
+        return None if bucket is None else bucket.sharded_params[position]
 
     def belongs_to(self, engine: Engine) -> bool:
         """Whether the parameters belong to `engine`."""

@@ -45,6 +45,9 @@ class GradientLink(Protocol):
     def unsharded(self, position: int) -> nn.Parameter | None:
         """The unsharded parameter at `position`; None when the model was deleted."""
 
+    def sharded(self, position: int) -> ShardedParameter | None:
+        """The sharded parameter at `position`; None when the model was deleted."""
+
 
 class ShardedParameter(ExactDTensor):
     """A parameter of which this rank holds one shard.

@@ -30,6 +30,7 @@ from mics_strategy.engine.streams import current_stream
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.autograd import UnshardedParameter
     from mics_strategy.engine.boundary import AccumulationBoundary
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.memory import CachedViews, StagingPool
@@ -129,12 +130,12 @@ class Reducer:
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
 
-    def add_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> bool:
+    def add_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: UnshardedParameter) -> bool:
         """Take the gradient that autograd has accumulated on a parameter.
 
         Returns whether it was the unit's last one.
         """
-        grad, parameter.grad = parameter.grad, None
+        grad, parameter.raw_grad = parameter.raw_grad, None
         if grad is None:
             return False
         if self._first_hops and self._first_hops[0].may_start_second_hop:

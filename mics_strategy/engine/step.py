@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mics_strategy.engine.autograd import DoubleBackward
+from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
@@ -163,7 +163,7 @@ class Engine:
             else:
                 self._recompute(call.regions, call)
 
-    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
+    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: UnshardedParameter) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
 
         Autograd may have entered the unit other than through its outputs. It would have refused resharded parameters

@@ -239,9 +239,20 @@ class Unit:
         self._register_unsharded()
 
     def exit_backward(self) -> None:
-        """Register the sharded parameters: no backward of this unit follows in this pass."""
+        """Register the sharded parameters: no backward of this unit follows in this pass.
+
+        Raises:
+            LifecycleError: A script has written to an unsharded parameter in the backward.
+        """
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
         self._restore_sharded()
+        for bucket in self.buckets if self.unshard_state is UnshardState.UNSHARDED else ():
+            if written := bucket.unsharded.saved_versions.written():
+                self._reshard()
+                raise LifecycleError(
+                    f"Parameter `{bucket.layout.param_slices[written[0]].name}` was written in a backward, where a "
+                    "module holds what was gathered, which is gathered again. Write into it after the backward."
+                )
 
     def discard(self) -> None:
         """Reset the unit after a pass that an exception has ended."""

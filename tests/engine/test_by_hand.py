@@ -79,6 +79,21 @@ def gradients_are_halved_by_their_other_name(model: Model) -> None:
     model.scale._grad = None
 
 
+def gradients_are_changed_in_a_forward(model: Model) -> None:
+    def change(module: nn.Module, *_: object) -> None:
+        module.weight.grad.mul_(0.5)
+        module.bias.grad = None
+
+    handles = [
+        model.layers[0].register_forward_hook(change),
+        model.register_forward_pre_hook(lambda module, _: module.head.zero_grad()),
+        model.register_forward_hook(lambda module, *_: module.scale.grad.add_(float(module.scale.grad))),
+    ]
+    model(torch.ones(2, 4, dtype=model.scale.dtype))
+    for handle in handles:
+        handle.remove()
+
+
 def function_is_differentiated_after_a_read(model: Model) -> None:
     norm = model.layers[0].weight.norm()
     slope = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4, dtype=norm.dtype)).norm()
@@ -280,6 +295,7 @@ def averages_are_put_in_and_weights_back(model: Model) -> None:
 LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
 BEFORE_STEPS = (
     gradients_are_halved_by_their_other_name,
+    gradients_are_changed_in_a_forward,
     function_is_differentiated_after_a_read,
     rows_of_gradients_are_cleared,
     data_of_gradients_is_set,

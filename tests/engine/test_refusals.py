@@ -207,6 +207,18 @@ def accumulated_hook_after(ctx: RankContext) -> None:
     _mlp()[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+def gradient_read_in_a_backward(ctx: RankContext) -> None:
+    model = _mlp()
+    model[2].up.register_full_backward_hook(lambda module, *_: module.weight.grad and None)
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+
+
+def weight_written_in_a_backward(ctx: RankContext) -> None:
+    model = _mlp()
+    model[2].up.register_full_backward_hook(lambda module, *_: module.bias.data.zero_() is None or None)
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+
+
 def accumulated_hook_in_a_forward(ctx: RankContext) -> None:
     model = _mlp()
     model[0].register_forward_pre_hook(
@@ -529,6 +541,8 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (exported, LifecycleError, _CONVERTED),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
+    (gradient_read_in_a_backward, LifecycleError, r"`2.up.weight` was read or set in a backward.*after the backward"),
+    (weight_written_in_a_backward, LifecycleError, r"`2.up.bias` was written in a backward.*after the backward"),
     (accumulated_hook_in_a_forward, LifecycleError, r"in a forward would see no gradient.*after the backward"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
     (reduced_by_hand, LifecycleError, r"`c10d::allreduce_` got a sharded tensor.*leave the collective out"),

@@ -1,5 +1,6 @@
 """What a step costs the host for each parameter: calls of functions, which are counted, not timed."""
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -35,6 +36,7 @@ def calls_of_a_step(preset: str, num_parameters: int) -> dict[str, int]:
     The fewest of several steps: waits for other ranks add some.
     """
     forget_meshes()
+    gc.collect()  # the model of before, which hooks of optimizers would ask for its parameters
     TensorMemory.has_checks = False  # earlier jobs of this process may have assigned tensors
     model = nn.Sequential(*(Unit(num_parameters) for _ in range(NUM_UNITS)))
     options = {"hierarchical": True, "overlap": set()}  # what is still in flight is asked for again and again
