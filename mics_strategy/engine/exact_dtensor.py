@@ -345,7 +345,8 @@ def _in_backward() -> bool:
 def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
     """Run an operation as torch's DTensor does; finish a reduction."""
     if func is _aten.detach.default:  # the most frequent operation, of which torch would work out what is known
-        result = cast("Any", DTensor)(like._local_tensor.detach(), like._spec, requires_grad=False)
+        local = like._local_tensor if like.mics_memory is not None else like._local_tensor.detach()  # counts its writes
+        result = cast("Any", DTensor)(local, like._spec, requires_grad=False)
     else:
         shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
         result = func(*shard_args, **shard_kwargs)

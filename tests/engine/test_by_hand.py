@@ -142,6 +142,14 @@ def rows_are_written(model: Model) -> None:
 
 
 @torch.no_grad()
+def parts_are_written_after_an_evaluation(model: Model) -> None:
+    model(torch.ones(2, 4, dtype=model.scale.dtype))
+    for parameter in model.parameters():
+        part = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+        part.mul_(0.9)
+
+
+@torch.no_grad()
 def views_follow_their_parameter(model: Model) -> None:
     weight = model.layers[0].weight
     row, rows = weight[6], weight[2:6]
@@ -311,6 +319,7 @@ BEFORE_STEPS = (
 )
 AFTER_STEPS = (
     rows_are_written,
+    parts_are_written_after_an_evaluation,
     views_follow_their_parameter,
     vector_is_written,
     weights_are_renormalised,
