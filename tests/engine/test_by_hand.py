@@ -1,6 +1,7 @@
 """What a script does by hand to sharded parameters and gradients, beside one plain process in fp64."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -378,9 +379,7 @@ def train_both(ctx: RankContext, preset: str, name: str) -> None:
 
 
 @pytest.mark.one_job
-@pytest.mark.wide
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "name"), zip(itertools.cycle(PRESETS), LOOPS))
 def test_what_a_script_does_by_hand_trains_as_one_process(ranks: RankPool, preset: str, name: str) -> None:
     ranks(4, train_both, preset, name, ranks_per_node=2)
 
