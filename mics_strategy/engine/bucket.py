@@ -283,10 +283,7 @@ class Bucket:
         return comm.all_gather(flat, shard, self.spec.name).then(partial(self.unsharded.copy_from, flat))
 
     def _sync_in_place(self) -> None:
-        if self.param_shard is not None:
-            if self.param_shard.data_ptr() != self.master_shard.data_ptr():
-                self.param_shard.copy_(self.master_shard)
-        elif not (self.unsharded.is_master or self.casts_each_gather):
+        if self.param_shard is None and not (self.unsharded.is_master or self.casts_each_gather):
             self.unsharded.buffer.copy_(self.master_shard)
 
     def unshard(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:
