@@ -112,6 +112,8 @@ class FirstRun:
 
     def run(self, side_by_side: Sequence[Sequence[Part]], alone: Sequence[Part]) -> list[str]:
         """Run all parts; the names of those that failed."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: parts would inherit it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for part in (*(part for lane in side_by_side for part in lane), *alone):
             self._states[part.name] = "not begun"
         reporter = threading.Thread(target=self._keep_reporting)
