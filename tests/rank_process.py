@@ -63,7 +63,7 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
         stack_path: On SIGUSR1 the stacks of all threads are written to this file.
     """
     gc.freeze()  # what was there before the fork: collecting it takes long and copies its pages
-    gc.set_threshold(10_000, 10, 10)  # a twelfth of a job's time is left, most of it when the job has ended
+    gc.set_threshold(10_000, 10, 10)  # collecting takes a twelfth of a job otherwise; `_run` does it at the end
     with stack_path.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         while True:

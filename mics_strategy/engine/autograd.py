@@ -28,6 +28,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.autograd.graph import Node
 from typing_extensions import override
 
@@ -71,7 +72,7 @@ class UnshardedParameter(nn.Parameter):
             sharded.grad = value
 
     def _sharded(self) -> ShardedParameter | None:
-        if torch.compiler.is_compiling():  # torch looks for a gradient of each input, of which compiled code has none
+        if CompileContext.try_get() is not None:  # torch looks at the gradients of inputs; code has none
             return None
         sharded = self.mics_link.sharded(self.mics_position)
         if sharded is not None and torch._C._current_graph_task_id() != -1:

@@ -63,6 +63,21 @@ def train_quietly(ctx: RankContext, run: Run) -> Any:
     return train(ctx, run)
 
 
+@without_dynamos_warnings
+def gradient_after_compiling_again(ctx: RankContext) -> torch.Tensor:
+    """Accumulate over two forwards, the second of which compiles while there are gradients."""
+    training = start(ctx, Run(case=partial(compiled, "in_place"), config=ShardConfig.preset("zero3", topology=NODES)))
+    training.backward(0)
+    first = training.grads()
+    torch._dynamo.reset()
+    training.backward(0)
+    return max((2 * first[name] - grad).abs().max() for name, grad in training.grads().items())
+
+
+def test_a_layer_may_be_compiled_again_while_there_are_gradients(ranks: RankPool) -> None:
+    assert max(ranks(2, gradient_after_compiling_again)) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "ddp"])
