@@ -40,7 +40,7 @@ class SaveRequests:
 
     Attributes:
         stopped_at: Optimizer steps after which a signal ended the training; 0 where none did.
-        stopped_by: What the ranks then agreed on.
+        stopped_by: Request on which the ranks then agreed.
     """
 
     def __init__(self, *, saves: bool) -> None:

@@ -248,6 +248,7 @@ class Unit:
         self._restore_sharded()
         for bucket in self.buckets if self.unshard_state is UnshardState.UNSHARDED else ():
             if written := bucket.unsharded.saved_versions.written():
+                bucket.writes.num += 1  # unsharded parameters that are kept get the shards' values again
                 self._reshard()
                 raise LifecycleError(
                     f"Parameter `{bucket.layout.param_slices[written[0]].name}` was written in a backward, where a "

@@ -597,6 +597,23 @@ def test_a_wrong_preset_is_told_before_a_missing_process_group(ranks: RankPool) 
     )
 
 
+def outputs_around_a_refused_write(ctx: RankContext, preset: str) -> list[torch.Tensor]:
+    model = _mlp(preset)
+    x = torch.ones(2, model[0].in_features)
+    hook = model[2].up.register_full_backward_hook(lambda module, *_: module.bias.data.fill_(7) is None or None)
+    outputs = [model(x)]
+    with pytest.raises(LifecycleError, match="was written in a backward"):
+        outputs[0].sum().backward()
+    hook.remove()
+    return [output.detach() for output in (*outputs, model(x))]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "mics"])
+def test_a_refused_write_is_not_used_later(ranks: RankPool, preset: str) -> None:
+    for before, after in ranks(2, outputs_around_a_refused_write, preset):
+        assert torch.equal(before, after)
+
+
 def scopes_with_fields(ctx: RankContext) -> tuple[int, int]:
     with_preset = shard(models.mlp().build(), partition_size=2)
     with_config = shard(models.mlp().build(), ShardConfig.preset("zero1"), optimizer="partition", partition_size=2)
