@@ -220,6 +220,7 @@ class Unit:
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
             try:
+                self._check_not_outdated()
                 for bucket in self.buckets:
                     bucket.keep_writes()
             except LifecycleError:
@@ -228,6 +229,15 @@ class Unit:
             finally:
                 if self.phase is UnitPhase.IDLE:
                     self._restore_sharded()
+
+    def _check_not_outdated(self) -> None:
+        for bucket in self.buckets if self.unshard_state is UnshardState.UNSHARDED else ():
+            if not bucket.unsharded.is_master and bucket.version != bucket.versions.unsharded:
+                raise LifecycleError(
+                    f"A sharded parameter of unit `{self.name}` was written, through a reference from outside, in a "
+                    "forward of this unit, which has used the values of before. Write it before the forward, or write "
+                    "`module.weight` in the forward."
+                )
 
     def enter_backward(self, enter_clock: int) -> None:
         """Register the unsharded parameters for the backward of one forward.

@@ -64,6 +64,13 @@ def rows_looked_up(model: Model, x: Tensor) -> Tensor:
     return plain_loss(model, x) + (rows * x).mean()
 
 
+def weight_of_a_layer_is_returned(model: Model, x: Tensor) -> Tensor:
+    handle = model.register_forward_hook(lambda module, _, y: (y, module.layers[0].weight))
+    y, weight = model(x)
+    handle.remove()
+    return y.square().mean() + (weight.sum(1) * y.mean()).sum()
+
+
 def fast_weights(model: Model, x: Tensor) -> Tensor:
     weight = whole(model.head.weight)
     inner = (model(x) @ weight.t()).square().mean()
@@ -301,7 +308,15 @@ def averages_are_put_in_and_weights_back(model: Model) -> None:
     named["scale"].data, shadow["scale"] = shadow["scale"], named["scale"].data
 
 
-LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
+LOSSES = (
+    full_tensor_in_a_loss,
+    weight_in_a_loss,
+    norm_times_data,
+    penalty_of_rows,
+    rows_looked_up,
+    weight_of_a_layer_is_returned,
+    fast_weights,
+)
 BEFORE_STEPS = (
     gradients_are_halved_by_their_other_name,
     gradients_are_changed_in_a_forward,

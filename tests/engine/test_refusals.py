@@ -219,6 +219,13 @@ def weight_written_in_a_backward(ctx: RankContext) -> None:
     model(torch.ones(2, model[0].in_features)).sum().backward()
 
 
+def kept_weight_written_in_a_forward(ctx: RankContext) -> None:
+    model = _mlp()
+    kept = model[2].up.weight
+    model[2].register_forward_pre_hook(lambda *_: torch.no_grad()(kept.mul_)(0.5) is None or None)
+    model(torch.ones(2, model[0].in_features))
+
+
 def accumulated_hook_in_a_forward(ctx: RankContext) -> None:
     model = _mlp()
     model[0].register_forward_pre_hook(
@@ -543,6 +550,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (accumulated_hook_after, LifecycleError, r"would never run"),
     (gradient_read_in_a_backward, LifecycleError, r"`2.up.weight` was read or set in a backward.*after the backward"),
     (weight_written_in_a_backward, LifecycleError, r"`2.up.bias` was written in a backward.*after the backward"),
+    (kept_weight_written_in_a_forward, LifecycleError, r"unit `2` was written, through a.*write `module.weight`"),
     (accumulated_hook_in_a_forward, LifecycleError, r"in a forward would see no gradient.*after the backward"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
     (reduced_by_hand, LifecycleError, r"`c10d::allreduce_` got a sharded tensor.*leave the collective out"),
