@@ -18,7 +18,7 @@ from benchmarks.gpu_model import SIZES, Block, Shape
 from benchmarks.gpu_pretended import WARM_UP, config_of, pretended_ranks, sharded, topology_of
 from benchmarks.gpu_training import Trained
 from mics_strategy import ShardConfig
-from mics_strategy.engine.estimate import estimate_memory
+from mics_strategy.estimate import estimate_memory
 
 CASES = (("mics", 512), ("zero3", 512), ("zero3", 8))
 TOLERANCE = 0.05  # of memory at rest, by the account and by the estimate

@@ -66,7 +66,7 @@ def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
     model = shape.model(device)
     with ExitStack() as stack:
         if device.type == "cuda":  # `shard` refuses gloo there, which is right for training
-            stack.enter_context(mock.patch("mics_strategy.engine.api.target_device", return_value=device))
+            stack.enter_context(mock.patch("mics_strategy.api.target_device", return_value=device))
         shard(model, config, units=[Block], device=device)
     return Trained(model, make_optimizer=_sgd)
 

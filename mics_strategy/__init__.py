@@ -37,6 +37,7 @@ __all__ = [
 __version__ = package_version()
 
 if TYPE_CHECKING:
+    from mics_strategy.api import shard
     from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
     from mics_strategy.checkpoint.load import (
         OpenCheckpoint,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from mics_strategy.checkpoint.weights import load_weights
     from mics_strategy.comm.codecs.format import Codec
     from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.api import shard
     from mics_strategy.engine.handle import Sharded
     from mics_strategy.errors import (
         CheckpointError,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     )
     from mics_strategy.topology import Topology
 else:
-    _HOMES = ("errors", "topology", "config", "comm.codecs.format", "engine.api", "engine.handle")
+    _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
 
     def __getattr__(name: str) -> object:

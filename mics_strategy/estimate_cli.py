@@ -2,7 +2,7 @@
 
 A model is a name of the planner's catalog, a folder with transformers' ``config.json``, the name of a model of
 transformers, or ``module:function``, a function that returns a module. Modules are built on the meta device, and so is
-their engine (`engine.estimate`); for a name of the catalog the planner's arithmetic gives the same numbers.
+their engine (`estimate`); for a name of the catalog the planner's arithmetic gives the same numbers.
 Activations are traced, or computed for the catalog.
 """
 
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mics_strategy.auto_scopes import description_of
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.estimate import estimate_memory
-from mics_strategy.engine.setup.resolve import description_of
 from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError
+from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model, model_names, nearest, recipe_hint
 from mics_strategy.planner.cluster import Cluster

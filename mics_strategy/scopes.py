@@ -16,9 +16,9 @@ from mics_strategy.comm.route import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     HierarchicalThreshold,
-    Hop,
     Route,
     SizedRoutes,
+    Stage,
     TunableCollective,
 )
 from mics_strategy.errors import ConfigError
@@ -180,14 +180,14 @@ class Scopes:
             return None
         parts = span.split_by_link()
         if len(parts) == 1 or not self.is_hierarchical:
-            only = Hop(axis=span.name, size=span.size, codec=self._codec_on(span, codec))
-            return SizedRoutes(hierarchical=Route(hops=(only,)))
-        hops = [Hop(axis=part.name, size=part.size, codec=self._codec_on(part, codec)) for part in reversed(parts)]
-        hierarchical = Route(hops=tuple(hops))
+            only = Stage(axis=span.name, size=span.size, codec=self._codec_on(span, codec))
+            return SizedRoutes(hierarchical=Route(stages=(only,)))
+        stages = [Stage(axis=part.name, size=part.size, codec=self._codec_on(part, codec)) for part in reversed(parts)]
+        hierarchical = Route(stages=tuple(stages))
         from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
             return SizedRoutes(hierarchical=hierarchical)
-        flat = Route(hops=(Hop(axis=span.name, size=span.size),))
+        flat = Route(stages=(Stage(axis=span.name, size=span.size),))
         return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
 
     def _codec_on(self, span: Span, codec: Codec | None) -> Codec | None:

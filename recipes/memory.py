@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
+from mics_strategy.estimate import MemoryEstimate, estimate_memory
 
 from .config import Recipe
 from .errors import RecipeError

@@ -29,8 +29,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.autotune"),
-    ("engine", "tuning"),
-    ("checkpoint",),
+    ("engine",),
+    ("checkpoint", "tuning", "auto_scopes"),
+    ("api", "estimate"),
     ("",),
     ("mixed_precision",),
     ("lightning", "accelerate", "cli", "calibrate_cli", "estimate_cli", "run", "launch_file"),
@@ -40,9 +41,7 @@ PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.
 PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
-PLANNER_IMPORTED_BY = (  # the engine, for "auto" only
-    *("planner", "cli", "calibrate_cli", "estimate_cli", "run", "engine.setup.resolve"),
-)
+PLANNER_IMPORTED_BY = ("planner", "auto_scopes", "cli", "calibrate_cli", "estimate_cli", "run")
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 # One way to raise on all ranks together, to save sharded tensors, and one meaning of mixed precision.
 ADAPTERS_MAY_IMPORT = ("checkpoint.random_states", "checkpoint.whole_tensors", "comm.consensus", "mixed_precision")

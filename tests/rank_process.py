@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from mics_strategy.engine import api
+from mics_strategy import api
 from tests.rank_report import Failure, LeakError, RankContext
 from tests.seeds import seed_generators
 

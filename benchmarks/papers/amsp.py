@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from mics_strategy.comm.traffic import HopTraffic
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
 from mics_strategy.planner.memory import MicroBatch, activation_bytes
@@ -170,4 +170,4 @@ class _Group:
 
     def seconds(self, collective: str, full_bytes: int) -> float:
         """Seconds of a collective in one stage."""
-        return self._comm_time.of(HopTraffic(collective, self._name, self._size, torch.bfloat16, full_bytes)).seconds
+        return self._comm_time.of(StageTraffic(collective, self._name, self._size, torch.bfloat16, full_bytes)).seconds

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.papers.testbed import NotPredictable, Testbed
 from mics_strategy.comm.route import ALL_GATHER
-from mics_strategy.comm.traffic import HopTraffic
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
 from mics_strategy.topology import Axis
 
@@ -43,7 +43,7 @@ def gather_seconds(testbed: Testbed, ranks: int, full_bytes: int, *, in_two_stag
     comm_time = CommTime(testbed.cluster.with_nodes(max(nodes, 1)), axes)
 
     def seconds(name: str, size: int, num_bytes: int) -> float:
-        return comm_time.of(HopTraffic(ALL_GATHER, name, size, torch.bfloat16, num_bytes)).seconds
+        return comm_time.of(StageTraffic(ALL_GATHER, name, size, torch.bfloat16, num_bytes)).seconds
 
     if nodes == 1:
         return seconds(INTRA_NODE, per_node, full_bytes)

@@ -21,7 +21,7 @@ from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.route import Hop
+    from mics_strategy.comm.route import Stage
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.work import Steps
     from mics_strategy.comm.workspace import Workspace
@@ -190,14 +190,14 @@ class QuantizedAlgorithm:
 
 
 def make_algorithm(
-    transport: Transport, hop: Hop, workspace: Workspace, device: torch.device
+    transport: Transport, stage: Stage, workspace: Workspace, device: torch.device
 ) -> NativeAlgorithm | QuantizedAlgorithm:
     """The algorithm of one stage of a route."""
-    if hop.codec is not None:
+    if stage.codec is not None:
         workspace.encode_ahead()
         rank = transport.fingerprint.ranks[transport.index]
-        quantizer = Quantizer(hop.codec, device, workspace.generator_for(hop.codec, rank))
-        of_gathers = workspace.generator_for(hop.codec, rank + _SEED_OF_GATHERS)
-        gather_quantizer = quantizer if of_gathers is None else Quantizer(hop.codec, device, of_gathers)
+        quantizer = Quantizer(stage.codec, device, workspace.generator_for(stage.codec, rank))
+        of_gathers = workspace.generator_for(stage.codec, rank + _SEED_OF_GATHERS)
+        gather_quantizer = quantizer if of_gathers is None else Quantizer(stage.codec, device, of_gathers)
         return QuantizedAlgorithm(transport, workspace, quantizer, gather_quantizer)
     return (NativeAlgorithm if transport.sums_natively else OrderedAlgorithm)(transport, workspace)

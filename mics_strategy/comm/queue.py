@@ -38,7 +38,7 @@ from mics_strategy.comm.work import BackendWork, Steps, Work
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
     from mics_strategy.comm.route import Route
-    from mics_strategy.comm.traffic import HopTraffic, TrafficLog
+    from mics_strategy.comm.traffic import StageTraffic, TrafficLog
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
@@ -335,10 +335,10 @@ class CollectiveQueue(ABC):
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
-    def log(self, hops: list[HopTraffic]) -> None:
+    def log(self, stages: list[StageTraffic]) -> None:
         """Record what the collective sends."""
-        for hop in hops:
-            self._traffic_log.record(hop.collective, hop.axis, hop.size, hop.dtype, hop.full_bytes)
+        for stage in stages:
+            self._traffic_log.record(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:

@@ -46,10 +46,10 @@ def residuals_by_stage(route: Route, index: int, residual: torch.Tensor | None) 
         index: Index of this rank.
         residual: [residual_numel] fp32, or None.
     """
-    parts: list[torch.Tensor | None] = [None] * len(route.hops)
+    parts: list[torch.Tensor | None] = [None] * len(route.stages)
     for stage in reversed(range(route.num_quantized if residual is not None else 0)):
         parts[stage] = residual
         if residual is not None:
-            size = route.hops[stage].size
+            size = route.stages[stage].size
             residual = residual.view(size, -1)[index // route.strides[stage] % size]
     return parts

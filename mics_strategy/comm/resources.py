@@ -126,7 +126,7 @@ class CommResources:
         return SizeDispatch(flat, hierarchical, routes.hierarchical_from_bytes)
 
     def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
-        stages = span.split_by_link()[::-1] if len(route.hops) > 1 else (span,)
+        stages = span.split_by_link()[::-1] if len(route.stages) > 1 else (span,)
         transports = [self._transport(role, stage) for stage in stages]
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:

@@ -59,7 +59,7 @@ class HierarchicalThreshold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class Stage:
     """One stage: the ranks that it connects, and its codec."""
 
     axis: str
@@ -79,18 +79,18 @@ class Route:
     The index of a rank is ``sum(index in stage k * strides[k])``: that in the last stage is the most significant digit.
 
     Attributes:
-        hops: Stages, slowest links first; at least one. Where some have a codec, the first ones have it.
+        stages: Stages, slowest links first; at least one. Where some have a codec, the first ones have it.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
     """
 
-    hops: tuple[Hop, ...]
+    stages: tuple[Stage, ...]
 
     @cached_property
     def size(self) -> int:
         """Ranks that take part."""
-        return math.prod(hop.size for hop in self.hops)
+        return math.prod(stage.size for stage in self.stages)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class Route:
 
         They are the strides of the digits of an index.
         """
-        return tuple(itertools.accumulate((hop.size for hop in self.hops), operator.mul, initial=1))
+        return tuple(itertools.accumulate((stage.size for stage in self.stages), operator.mul, initial=1))
 
     @property
     def num_slices(self) -> int:
@@ -106,12 +106,12 @@ class Route:
 
         There is one for each rank of all other stages.
         """
-        return self.size // self.hops[0].size
+        return self.size // self.stages[0].size
 
     @property
     def num_quantized(self) -> int:
         """Leading stages with a codec: an all-gather encodes once for all of them."""
-        return sum(hop.codec is not None for hop in self.hops)
+        return sum(stage.codec is not None for stage in self.stages)
 
     @property
     def num_quantized_sums(self) -> int:
@@ -119,17 +119,19 @@ class Route:
 
         Inside a node it sends them decoded, unless there is no other stage.
         """
-        return sum(hop.codec is not None and not (index and hop.is_inside_node) for index, hop in enumerate(self.hops))
+        return sum(
+            stage.codec is not None and not (index and stage.is_inside_node) for index, stage in enumerate(self.stages)
+        )
 
     @property
     def is_quantized(self) -> bool:
         """Whether any stage is quantized."""
-        return self.hops[0].codec is not None
+        return self.stages[0].codec is not None
 
     @property
     def has_feedback(self) -> bool:
         """Whether what an encoding of a sum loses is added to the next one."""
-        codec = self.hops[0].codec
+        codec = self.stages[0].codec
         return codec is not None and codec.feedback
 
 
@@ -157,7 +159,7 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
 
     Such a route has one stage, and is neither quantized nor rounded.
     """
-    return len(route.hops) == 1 and not route.is_quantized and wire == dtype
+    return len(route.stages) == 1 and not route.is_quantized and wire == dtype
 
 
 def all_reduce_multiple(route: Route) -> int:
@@ -165,8 +167,8 @@ def all_reduce_multiple(route: Route) -> int:
 
     Ranks have equal shares of a slice, in whole blocks of the codec.
     """
-    codec = route.hops[0].codec
-    return route.hops[0].size * (codec.bound_numel if codec is not None else 1)
+    codec = route.stages[0].codec
+    return route.stages[0].size * (codec.bound_numel if codec is not None else 1)
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:

@@ -13,7 +13,7 @@ from mics_strategy.comm.route import all_reduce_slice, is_plain_all_reduce
 from mics_strategy.comm.workspace import aligned_bytes
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.route import Hop, Route
+    from mics_strategy.comm.route import Route, Stage
 
 # 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
 COMMUNICATOR_BYTES = 600_000_000
@@ -21,7 +21,7 @@ COMMUNICATOR_BYTES = 600_000_000
 
 def all_gather_scratch_bytes(route: Route, numel: int) -> int:
     """Bytes for an all-gather of shards of `numel` elements: all ranks' payloads."""
-    codec = route.hops[0].codec
+    codec = route.stages[0].codec
     has_differences = codec is not None and codec.differences
     difference = [(numel, torch.float32)] if has_differences else []
     return _payload_bytes(route, route.num_quantized, numel) + aligned_bytes(*difference)
@@ -48,19 +48,19 @@ def all_reduce_scratch_bytes(
     """Bytes for an all-reduce of `numel` elements; see `reduce_scatter_scratch_bytes`."""
     if not numel or is_plain_all_reduce(route, wire, dtype):
         return 0
-    stages = _StageBytes(route, wire, dtype, sums_natively)
+    sums = _StageBytes(route, wire, dtype, sums_natively)
     full_numel = route.num_slices * all_reduce_slice(route, numel)
-    row_numel, sum_dtype = full_numel // route.size, stages.sum_dtype(route.hops[-1])
-    num_bytes = stages.partial_sums(row_numel, sum_dtype)
+    row_numel, sum_dtype = full_numel // route.size, sums.sum_dtype(route.stages[-1])
+    num_bytes = sums.partial_sums(row_numel, sum_dtype)
     num_bytes += _payload_bytes(route, route.num_quantized_sums, row_numel)
     if route.is_quantized or not sums_natively:
-        source = sum_dtype if len(route.hops) == 1 else stages.sum_dtype(route.hops[1])
-        num_bytes += stages.sum_of(route.hops[0], row_numel, source) + aligned_bytes((row_numel, dtype))
+        source = sum_dtype if len(route.stages) == 1 else sums.sum_dtype(route.stages[1])
+        num_bytes += sums.sum_of(route.stages[0], row_numel, source) + aligned_bytes((row_numel, dtype))
         if not route.is_quantized and source != wire:
-            num_bytes += aligned_bytes((route.hops[0].size * row_numel, wire))
+            num_bytes += aligned_bytes((route.stages[0].size * row_numel, wire))
     if full_numel != numel or sum_dtype != dtype:
         num_bytes += aligned_bytes((full_numel, sum_dtype))
-    if len(route.hops) > 1 and wire != sum_dtype:
+    if len(route.stages) > 1 and wire != sum_dtype:
         num_bytes += aligned_bytes((full_numel, wire))
     return num_bytes
 
@@ -70,7 +70,7 @@ def _payload_bytes(route: Route, num_stages: int, numel: int) -> int:
 
     It is 0 where they are not quantized.
     """
-    codec = route.hops[0].codec
+    codec = route.stages[0].codec
     return 0 if codec is None else aligned_bytes((route.strides[num_stages] * codec.encoded_bytes(numel), torch.uint8))
 
 
@@ -83,9 +83,9 @@ class _StageBytes:
         self._dtype = dtype
         self._sums_natively = sums_natively
 
-    def sum_dtype(self, hop: Hop) -> torch.dtype:
+    def sum_dtype(self, stage: Stage) -> torch.dtype:
         """Dtype in which the sums of one stage go on to the next."""
-        return self._wire if hop.codec is None and self._sums_natively else self._dtype
+        return self._wire if stage.codec is None and self._sums_natively else self._dtype
 
     def reduce_scatter(self, numel: int, source: torch.dtype) -> int:
         """Bytes for all stages of a reduce-scatter.
@@ -94,25 +94,25 @@ class _StageBytes:
             numel: Elements of each rank's sum.
             source: Dtype of the full tensor.
         """
-        if len(self._route.hops) > 1:
+        if len(self._route.stages) > 1:
             return self.partial_sums(numel, source) + self.sum_of(
-                self._route.hops[0], numel, self.sum_dtype(self._route.hops[1])
+                self._route.stages[0], numel, self.sum_dtype(self._route.stages[1])
             )
-        return self.sum_of(self._route.hops[0], numel, source)
+        return self.sum_of(self._route.stages[0], numel, source)
 
     def partial_sums(self, numel: int, source: torch.dtype) -> int:
         """Bytes for the sums of all stages but the slowest; for arguments see `reduce_scatter`."""
         num_bytes = 0
-        for hop, rows in reversed([*zip(self._route.hops, self._route.strides, strict=False)][1:]):
-            num_bytes += self.sum_of(hop, rows * numel, source)
-            source = self.sum_dtype(hop)
+        for stage, rows in reversed([*zip(self._route.stages, self._route.strides, strict=False)][1:]):
+            num_bytes += self.sum_of(stage, rows * numel, source)
+            source = self.sum_dtype(stage)
             num_bytes += aligned_bytes((rows * numel, source))
         return num_bytes
 
-    def sum_of(self, hop: Hop, numel: int, source: torch.dtype) -> int:
+    def sum_of(self, stage: Stage, numel: int, source: torch.dtype) -> int:
         """Bytes for one stage that sums tables of `source`, with rows of `numel` elements."""
-        if hop.codec is not None:
-            return 2 * aligned_bytes((hop.size * hop.codec.encoded_bytes(numel), torch.uint8))
+        if stage.codec is not None:
+            return 2 * aligned_bytes((stage.size * stage.codec.encoded_bytes(numel), torch.uint8))
         if self._sums_natively:
             return aligned_bytes((numel, self._wire))
-        return (1 if source == self._wire else 2) * aligned_bytes((hop.size * numel, self._wire))
+        return (1 if source == self._wire else 2) * aligned_bytes((stage.size * numel, self._wire))

@@ -59,8 +59,8 @@ class Stages:
         self._transports = transports
         self.index = sum(transport.index * stride for transport, stride in zip(transports, self._strides, strict=False))
         self._algorithms = [
-            make_algorithm(transport, hop, workspace, device)
-            for transport, hop in zip(transports, route.hops, strict=True)
+            make_algorithm(transport, stage, workspace, device)
+            for transport, stage in zip(transports, route.stages, strict=True)
         ]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
@@ -176,7 +176,7 @@ class Stages:
         if not tensor.numel():
             return
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
-        full, size = self._padded(tensor, dtype), self._route.hops[0].size
+        full, size = self._padded(tensor, dtype), self._route.stages[0].size
         residuals = residuals_by_stage(self._route, self.index, residual)
         table = full
         for algorithm, total, source, inner_residual in self._faster_stages(full, wire, tensor.dtype, residuals):
@@ -216,7 +216,7 @@ class Stages:
             tag: Tag of the collective, the same on all ranks.
             residual: Residual of the slice; None without feedback.
         """
-        num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
+        num_encoded, size = self._route.num_quantized_sums, self._route.stages[0].size
         payloads = self._allocate_payloads(slowest.quantizer, num_encoded, total.numel())
         own = self.index % len(payloads)
         total_residual = None if residual is None else residual.view(size, -1)[slowest.transport.index]

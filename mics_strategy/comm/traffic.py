@@ -26,7 +26,7 @@ from mics_strategy.comm.route import (
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
-    from mics_strategy.comm.route import Hop, Route
+    from mics_strategy.comm.route import Route, Stage
 
 
 def all_gather_bytes(full_bytes: int, size: int) -> int:
@@ -72,7 +72,7 @@ class CodecWork:
 
 
 @dataclass(frozen=True, slots=True)
-class HopTraffic:
+class StageTraffic:
     """One stage of one collective, as planned and counted.
 
     Attributes:
@@ -93,7 +93,7 @@ class HopTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveTraffic(HopTraffic):
+class CollectiveTraffic(StageTraffic):
     """One stage of a collective, and the bytes that this rank sends in it."""
 
     sent_bytes: int
@@ -121,19 +121,19 @@ class TrafficLog:
         return entries
 
 
-def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
+def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[StageTraffic]:
     """The traffic of an all-gather of `full_numel` elements, stage by stage."""
-    shard, codec = full_numel // route.size, route.hops[0].codec
+    shard, codec = full_numel // route.size, route.stages[0].codec
     encoded_bytes = 0 if codec is None else codec.encoded_bytes(shard)
-    hops = []
-    for index, (hop, rows) in enumerate(zip(route.hops, route.strides[1:], strict=True), start=1):
+    stages = []
+    for index, (stage, rows) in enumerate(zip(route.stages, route.strides[1:], strict=True), start=1):
         wire, num_bytes, work = dtype, full_numel * dtype.itemsize * rows // route.size, None
-        if hop.codec is not None:
+        if stage.codec is not None:
             wire, num_bytes = torch.uint8, rows * encoded_bytes
             decoded_numel = rows * shard if index == route.num_quantized else 0
-            work = _codec_work(hop.codec, shard if index == 1 else 0, decoded_numel)
-        hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, wire, num_bytes, codec_work=work))
-    return hops
+            work = _codec_work(stage.codec, shard if index == 1 else 0, decoded_numel)
+        stages.append(StageTraffic(ALL_GATHER, stage.axis, stage.size, wire, num_bytes, codec_work=work))
+    return stages
 
 
 def _codec_work(codec: Codec, encoded_numel: int, decoded_numel: int) -> CodecWork | None:
@@ -142,25 +142,25 @@ def _codec_work(codec: Codec, encoded_numel: int, decoded_numel: int) -> CodecWo
     return CodecWork(codec=codec, encoded_numel=encoded_numel, decoded_numel=decoded_numel)
 
 
-def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
+def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[StageTraffic]:
     """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
-    hops = []
-    for hop, rows in reversed([*zip(route.hops, route.strides, strict=False)]):
-        unquantized_bytes = full_numel * wire.itemsize * rows * hop.size // route.size
-        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, rows * full_numel // route.size, wire))
-    return hops
+    stages = []
+    for stage, rows in reversed([*zip(route.stages, route.strides, strict=False)]):
+        unquantized_bytes = full_numel * wire.itemsize * rows * stage.size // route.size
+        stages.append(_reduce_scatter_stage(stage, unquantized_bytes, rows * full_numel // route.size, wire))
+    return stages
 
 
-def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numel: int, wire: torch.dtype) -> HopTraffic:
+def _reduce_scatter_stage(stage: Stage, unquantized_bytes: int, numel: int, wire: torch.dtype) -> StageTraffic:
     """The traffic of one stage.
 
     A quantized one encodes rows of `numel` elements, one for each rank.
     """
-    if hop.codec is None:
-        return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
-    num_bytes = hop.size * hop.codec.encoded_bytes(numel)
-    work = _sum_work(hop.codec, (hop.size - 1) * numel)
-    return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes, codec_work=work)
+    if stage.codec is None:
+        return StageTraffic(REDUCE_SCATTER, stage.axis, stage.size, wire, unquantized_bytes)
+    num_bytes = stage.size * stage.codec.encoded_bytes(numel)
+    work = _sum_work(stage.codec, (stage.size - 1) * numel)
+    return StageTraffic(REDUCE_SCATTER, stage.axis, stage.size, torch.uint8, num_bytes, codec_work=work)
 
 
 def _sum_work(codec: Codec, numel: int, num_own: int = 0, num_gathered: int = 0) -> CodecWork | None:
@@ -176,28 +176,29 @@ def _sum_work(codec: Codec, numel: int, num_own: int = 0, num_gathered: int = 0)
     return _codec_work(codec, encoded_numel, numel + num_gathered + (encoded_numel if codec.feedback else 0))
 
 
-def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:
+def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[StageTraffic]:
     """The traffic of an all-reduce of `numel` elements of `dtype`, stage by stage."""
-    slowest, *others = route.hops
+    slowest, *others = route.stages
     if is_plain_all_reduce(route, wire, dtype):
-        return [HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
+        return [StageTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
     slice_numel = all_reduce_slice(route, numel)
     slice_bytes, encoded_bytes = slice_numel * wire.itemsize, 0
     if slowest.codec is not None:
         encoded_bytes = slowest.size * slowest.codec.encoded_bytes(slice_numel // slowest.size)
-    reduce_hops, gather_hops = [], []
-    for index, (hop, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
+    reduce_stages, gather_stages = [], []
+    for index, (stage, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
         rows = stride // slowest.size
-        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, rows * slice_numel, wire))
+        reduce_stages.append(_reduce_scatter_stage(stage, rows * stage.size * slice_bytes, rows * slice_numel, wire))
         is_encoded, is_last = index < route.num_quantized_sums, index == route.num_quantized_sums - 1
-        num_bytes = rows * hop.size * (encoded_bytes if is_encoded else slice_bytes)
-        work = _codec_work(hop.codec, 0, rows * hop.size * slice_numel) if hop.codec is not None and is_last else None
+        num_slices = rows * stage.size
+        num_bytes = num_slices * (encoded_bytes if is_encoded else slice_bytes)
+        work = None if stage.codec is None or not is_last else _codec_work(stage.codec, 0, num_slices * slice_numel)
         gather_wire = torch.uint8 if is_encoded else wire
-        gather_hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, gather_wire, num_bytes, codec_work=work))
+        gather_stages.append(StageTraffic(ALL_GATHER, stage.axis, stage.size, gather_wire, num_bytes, codec_work=work))
     full_bytes, sum_wire, work = slice_bytes, wire, None
     if slowest.codec is not None:
         full_bytes, sum_wire, share = encoded_bytes, torch.uint8, slice_numel // slowest.size
         num_gathered = slice_numel if route.num_quantized_sums == 1 else 0
         work = _sum_work(slowest.codec, slice_numel - share, share, num_gathered)
-    slowest_hop = HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes, codec_work=work)
-    return [*reduce_hops[::-1], slowest_hop, *gather_hops]
+    slowest_stage = StageTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes, codec_work=work)
+    return [*reduce_stages[::-1], slowest_stage, *gather_stages]

@@ -23,7 +23,7 @@ from mics_strategy.comm.route import (
 from mics_strategy.comm.traffic import (
     SENT_BYTES,
     CollectiveTraffic,
-    HopTraffic,
+    StageTraffic,
     all_gather_traffic,
     all_reduce_traffic,
     reduce_scatter_traffic,
@@ -227,8 +227,8 @@ class _Planner:
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
-    _messages: dict[tuple[str, int, torch.dtype], list[HopTraffic]] = field(default_factory=dict)
-    _of_buckets: dict[tuple[str, int], list[list[HopTraffic]]] = field(default_factory=dict)
+    _messages: dict[tuple[str, int, torch.dtype], list[StageTraffic]] = field(default_factory=dict)
+    _of_buckets: dict[tuple[str, int], list[list[StageTraffic]]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -275,7 +275,7 @@ class _Planner:
                 for collective in self._of_bucket(role, bucket.plan):
                     self._add(role, collective, unit.plan.name, phase)
 
-    def _of_bucket(self, role: str, bucket: BucketPlan) -> list[list[HopTraffic]]:
+    def _of_bucket(self, role: str, bucket: BucketPlan) -> list[list[StageTraffic]]:
         """Collectives of a bucket in a role: its all-gather, or its first hop's chunks."""
         key = (role, id(bucket))  # buckets live as long as the units
         if key not in self._of_buckets:
@@ -283,26 +283,26 @@ class _Planner:
             self._of_buckets[key] = [*self._first_hops(bucket)] if is_first_hop else [self._all_gather(role, bucket)]
         return self._of_buckets[key]
 
-    def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+    def _all_gather(self, role: str, bucket: BucketPlan) -> list[StageTraffic]:
         numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype
         if (role, numel, dtype) not in self._messages:
             route = self._route(role, numel * dtype.itemsize)
             self._messages[role, numel, dtype] = [] if route is None else all_gather_traffic(route, numel, dtype)
         return self._messages[role, numel, dtype]
 
-    def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
+    def _first_hops(self, bucket: BucketPlan) -> Iterator[list[StageTraffic]]:
         degree = self.scopes.grads
         for start, end in first_hop_chunks(bucket.layout.numel_at(degree), bucket.num_first_hop_chunks):
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
-    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
+    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[StageTraffic]:
         wire = bucket.wire_dtype
         if (role, numel, wire) not in self._messages:
             route = self._route(role, numel * wire.itemsize)
             self._messages[role, numel, wire] = [] if route is None else reduce_scatter_traffic(route, numel, wire)
         return self._messages[role, numel, wire]
 
-    def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+    def _all_reduce(self, role: str, bucket: BucketPlan) -> list[StageTraffic]:
         numel, wire = full_numel(role, bucket.layout, self.scopes), bucket.wire_dtype
         route = self._route(role, numel * wire.itemsize)
         return [] if route is None else all_reduce_traffic(route, numel, wire, bucket.sum_dtype)
@@ -327,8 +327,8 @@ class _Planner:
         num_parameters = sum(len(bucket.layout.param_slices) for unit in self.units for bucket in unit.trainable)
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
-            usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add(USAGE, list[HopTraffic]([usage]), "(usage)", phase)
+            usage = StageTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
+            self._add(USAGE, list[StageTraffic]([usage]), "(usage)", phase)
 
     def _second_hop(self, index: int, bucket: BucketPlan, phase: str) -> None:
         name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
@@ -372,7 +372,7 @@ class _Planner:
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _add(self, role: str, stages: list[HopTraffic], unit: str, phase: str) -> None:
+    def _add(self, role: str, stages: list[StageTraffic], unit: str, phase: str) -> None:
         for stage, message in enumerate(stages):
             self.planned.append(
                 PlannedCollective(

@@ -139,7 +139,7 @@ def probes(topology: Topology, world_size: int) -> list[Probe]:
         )
         probe = Probe(role=role, scopes=resolve_scopes(config, topology, world_size))
         routes = probe.scopes.routes(role)
-        if routes is not None and len(routes.hierarchical.hops) == 1:
+        if routes is not None and len(routes.hierarchical.stages) == 1:
             found.setdefault((probe.collective, probe.scopes.span_of(role).size, probe.ranks_of_node), probe)
 
     for size in _divisors(per_node):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mics_strategy.comm.route import ALL_REDUCE
-from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, HopTraffic
+from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, StageTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +69,7 @@ class CommTime:
     axes: tuple[Axis, ...]
     _cache: dict[tuple[str, str, int, int, CodecWork | None], StageTime] = field(default_factory=dict)
 
-    def of(self, stage: HopTraffic) -> StageTime:
+    def of(self, stage: StageTraffic) -> StageTime:
         """The time of one stage."""
         key = (stage.collective, stage.axis, stage.size, stage.full_bytes, stage.codec_work)
         time = self._cache.get(key)
@@ -77,7 +77,7 @@ class CommTime:
             time = self._cache[key] = self._of(stage)
         return time
 
-    def _of(self, stage: HopTraffic) -> StageTime:
+    def _of(self, stage: StageTraffic) -> StageTime:
         names = stage.axis.split("+")
         links = [link for link in _LINKS if any(name.startswith(link) for name in names)]
         name = links[-1]
@@ -103,7 +103,7 @@ class CommTime:
         seconds_of_value = bytes_of_value / self.cluster.device.sustained_bytes_per_s
         return work.encoded_numel * seconds_of_value, work.decoded_numel * seconds_of_value
 
-    def _latency_s(self, stage: HopTraffic, ranks_of_node: int, link: Link) -> float:
+    def _latency_s(self, stage: StageTraffic, ranks_of_node: int, link: Link) -> float:
         """Seconds of the messages of a stage that wait for one another.
 
         A ring enters each node once, so that all but one step for each node stay inside. A tree is a chain in each

@@ -74,7 +74,7 @@ def _both(sized: SizedRoutes) -> tuple[Route, ...]:
 def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
     """Ranks of each stage of a role's collectives."""
     span = scopes.span_of(role)
-    return span.split_by_link() if len(route.hops) > 1 else (span,)
+    return span.split_by_link() if len(route.stages) > 1 else (span,)
 
 
 class Workspaces:

@@ -2,7 +2,7 @@
 
 The engine allocates all its memory before training, by rules of layout and schedule. Here the same rules are applied to
 a description of the model, without modules, tensors or groups, so that a planner can ask thousands of times. A test
-compares the result with the engine's own count (`engine.estimate`), purpose by purpose.
+compares the result with the engine's own count (`estimate`), purpose by purpose.
 
 Activations grow linearly with the micro-batch. With recomputation the inputs of all layers are kept, and one layer's
 activations at a time; embeddings and head are not recomputed.

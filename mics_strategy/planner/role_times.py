@@ -12,7 +12,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mics_strategy.comm.traffic import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
+from mics_strategy.comm.traffic import StageTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.planner.comm_time import CommTime
 
@@ -78,9 +78,9 @@ def bucket_counts(kinds: Sequence[str], buckets_by_kind: Mapping[str, Buckets]) 
     return counts
 
 
-def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[HopTraffic]:
+def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[StageTraffic]:
     """Stages of the collectives of a role, in a step that is not the first."""
-    stages: list[HopTraffic] = []
+    stages: list[StageTraffic] = []
     for bucket in buckets:
         if not bucket.trainable and not _gathers_frozen(role, scopes):
             continue

@@ -79,7 +79,7 @@ class Plain:
 
     def gather(self, shards: Sequence[Tensor]) -> Tensor:
         """All shards, each as it arrives."""
-        codec = self.route.hops[0].codec
+        codec = self.route.stages[0].codec
         return torch.cat([each if codec is None else coded(each, codec, each.dtype) for each in shards])
 
     def reduce(self, fulls: Sequence[Tensor], dtype: torch.dtype, start: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ class Plain:
 
     def _on_slowest(self, held: dict[int, Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> dict[int, Tensor]:
         """What each rank holds before the slowest stage."""
-        for stage in reversed(range(1, len(self.route.hops))):
+        for stage in reversed(range(1, len(self.route.stages))):
             held = {index: self._summed(stage, held, index, dtypes, None) for index in held}
         return held
 
@@ -106,18 +106,18 @@ class Plain:
         wire, dtype = dtypes
         members, place = self._members(stage, index)
         tables = [held[member].view(len(members), -1)[place] for member in members]
-        return summed(tables, place, wire, self.route.hops[stage].codec, start, dtype)
+        return summed(tables, place, wire, self.route.stages[stage].codec, start, dtype)
 
     def _members(self, stage: int, index: int) -> tuple[list[int], int]:
         """The indices of the ranks of one stage, and the place of one of them."""
-        size, stride = self.route.hops[stage].size, self.route.strides[stage]
+        size, stride = self.route.stages[stage].size, self.route.strides[stage]
         place = index // stride % size
         return [index + (other - place) * stride for other in range(size)], place
 
     def all_reduce(self, tensors: Sequence[Tensor], wire: torch.dtype) -> Tensor:
         """The sum at every rank; `tensors` are in the dtype of the sum."""
         route, dtype, numel = self.route, tensors[0].dtype, tensors[0].numel()
-        ranks, slice_numel = route.hops[0].size, routes.all_reduce_slice(route, numel)
+        ranks, slice_numel = route.stages[0].size, routes.all_reduce_slice(route, numel)
         padding = torch.zeros(route.num_slices * slice_numel - numel, dtype=dtype)
         held = self._on_slowest({i: torch.cat([each, padding]) for i, each in enumerate(tensors)}, (wire, dtype))
         slices = [
@@ -129,10 +129,10 @@ class Plain:
         """A slice, of which every rank of the slowest stage holds a sum."""
         route, dtype, ranks = self.route, held[0].dtype, len(held)
         rows = [each.view(ranks, -1) for each in held]
-        codec = route.hops[0].codec
+        codec = route.stages[0].codec
         totals = [summed([r[own] for r in rows], own, wire, codec, None, dtype) for own in range(ranks)]
         whole = torch.cat([received(total, wire, codec) for total in totals])
-        return whole.to(wire).to(dtype) if len(route.hops) > max(1, route.num_quantized_sums) else whole
+        return whole.to(wire).to(dtype) if len(route.stages) > max(1, route.num_quantized_sums) else whole
 
 
 @functools.cache  # it allocates tiles; the tests of one process run one after the other

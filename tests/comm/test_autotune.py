@@ -183,7 +183,7 @@ def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
         axes = sorted(sent.axis for sent in groups.traffic_log.drain())
         routes = groups.scopes.route("param_all_gather", 16 * numel)
         assert routes is not None
-        found.append(("+".join(axes), len(routes.hops) == 1))
+        found.append(("+".join(axes), len(routes.stages) == 1))
     return found
 
 

@@ -12,7 +12,7 @@ from mics_strategy.comm import traffic
 from mics_strategy.comm.codecs.format import Codec, Summands
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from mics_strategy.comm.communicator import Communicator
-from mics_strategy.comm.traffic import SENT_BYTES, HopTraffic, TrafficLog
+from mics_strategy.comm.traffic import SENT_BYTES, StageTraffic, TrafficLog
 from mics_strategy.comm.work import Work
 from tests.comm.networks import Network
 from tests.engine.counting import CountC10d, Kind
@@ -22,7 +22,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 
 
-def kinds_of(messages: Iterable[HopTraffic]) -> Counter[Kind]:
+def kinds_of(messages: Iterable[StageTraffic]) -> Counter[Kind]:
     kinds: Counter[Kind] = Counter()
     for m in messages:
         kinds[m.dtype, m.size] += SENT_BYTES[m.collective](m.full_bytes, m.size)
@@ -36,7 +36,7 @@ def issued(traffic_log: TrafficLog) -> Counter[Kind]:
     return kinds
 
 
-def started(one: Communicator, kind: str, numel: int) -> tuple[Work, list[HopTraffic]]:
+def started(one: Communicator, kind: str, numel: int) -> tuple[Work, list[StageTraffic]]:
     """A collective under way, and what is planned for it; `numel` of a shard, or of a whole all-reduce."""
     full = torch.zeros(one.size * numel, dtype=BF16)
     if kind == "gather":

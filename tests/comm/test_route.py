@@ -7,15 +7,15 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import (
-    Hop,
     Route,
     SizedRoutes,
+    Stage,
     all_reduce_slice,
     is_plain_all_reduce,
 )
 from mics_strategy.comm.traffic import (
     SENT_BYTES,
-    HopTraffic,
+    StageTraffic,
     all_gather_bytes,
     all_gather_traffic,
     all_reduce_bytes,
@@ -31,17 +31,17 @@ NUMELS = (1, 2, 5, 24, 1000, 16_384, 32_767, 32_768, 65_537, 131_072, 150_001, 1
 
 
 def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str = "slow") -> Route:
-    slow = Hop(axis="inter_node", size=nodes, codec=codec)
-    fast = Hop(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
-    return Route(hops=(slow, fast) if per_node > 1 else (slow,))
+    slow = Stage(axis="inter_node", size=nodes, codec=codec)
+    fast = Stage(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
+    return Route(stages=(slow, fast) if per_node > 1 else (slow,))
 
 
-def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
-    return HopTraffic(collective, "inter_node", ranks, dtype, full_bytes)
+def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> StageTraffic:
+    return StageTraffic(collective, "inter_node", ranks, dtype, full_bytes)
 
 
-def intra_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
-    return HopTraffic(collective, "intra_node", ranks, dtype, full_bytes)
+def intra_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> StageTraffic:
+    return StageTraffic(collective, "intra_node", ranks, dtype, full_bytes)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def intra_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) 
         (route(4, 2, INT8, "all"), [inter_hop(GATHER, 4, U8, 4 * 16), intra_hop(GATHER, 2, U8, 8 * 16)]),
     ],
 )
-def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+def test_a_gather_of_64_numbers(given: Route, messages: list[StageTraffic]) -> None:
     assert all_gather_traffic(given, 64, FP32) == messages
 
 
@@ -68,7 +68,7 @@ def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> Non
         (route(4, 2, INT8, "all"), [intra_hop(REDUCE, 2, U8, 2 * (32 + 16)), inter_hop(REDUCE, 4, U8, 4 * 16)]),
     ],
 )
-def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+def test_a_reduction_of_64_numbers(given: Route, messages: list[StageTraffic]) -> None:
     assert reduce_scatter_traffic(given, 64, BF16) == messages
 
 
@@ -96,7 +96,7 @@ def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> 
     ],
 )
 def test_an_all_reduce_of_61_numbers_that_become_64_or_whole_blocks(
-    given: Route, wire: torch.dtype, messages: list[HopTraffic]
+    given: Route, wire: torch.dtype, messages: list[StageTraffic]
 ) -> None:
     assert all_reduce_traffic(given, 61, wire, FP32) == messages
 
@@ -105,10 +105,10 @@ def three(codec: Codec | None = None, links: str = "slow") -> Route:
     """Two switches of four nodes of two ranks."""
     sizes = {"inter_switch": 2, "inter_node": 4, "intra_node": 2}
     encoded = [name for name in sizes if links == "all" or name != "intra_node"]
-    return Route(hops=tuple(Hop(axis=n, size=s, codec=codec if n in encoded else None) for n, s in sizes.items()))
+    return Route(stages=tuple(Stage(axis=n, size=s, codec=codec if n in encoded else None) for n, s in sizes.items()))
 
 
-def sent_over(messages: list[HopTraffic]) -> list[tuple[str, str, torch.dtype, int]]:
+def sent_over(messages: list[StageTraffic]) -> list[tuple[str, str, torch.dtype, int]]:
     return [(m.collective, m.axis.partition("_")[2], m.dtype, m.full_bytes) for m in messages]
 
 

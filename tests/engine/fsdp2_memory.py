@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy import ShardConfig
-from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
+from mics_strategy.estimate import MemoryEstimate, estimate_memory
 from tests.engine.training import forget_meshes
 
 NODES, RANKS_PER_NODE = 2, 8

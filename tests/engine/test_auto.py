@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.setup.resolve import description_of
+from mics_strategy.auto_scopes import description_of
 from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.auto import AutoJob, job_cluster, price

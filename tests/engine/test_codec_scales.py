@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mics_strategy import Codec, ConfigError, ShardConfig, load_checkpoint, save_checkpoint, shard
 from mics_strategy.comm import route as routes
-from mics_strategy.comm.route import Hop, Route
+from mics_strategy.comm.route import Route, Stage
 from mics_strategy.engine.layout import make_layout
 from tests import models
 from tests.checkpoint.test_matrix import state_of
@@ -127,7 +127,7 @@ def test_every_element_is_padding_or_belongs_to_a_parameter(degree: int) -> None
 @pytest.mark.parametrize("numel", [1, 300, 70_000])
 def test_shares_of_an_all_reduce_begin_with_a_block(numel: int) -> None:
     codec = Codec(bits=8, block_size=256)
-    route = Route(hops=(Hop(axis="inter_node", size=3, codec=codec), Hop(axis="intra_node", size=2, codec=codec)))
+    route = Route(stages=(Stage(axis="inter_node", size=3, codec=codec), Stage(axis="intra_node", size=2, codec=codec)))
     slice_numel = routes.all_reduce_slice(route, numel)
     assert 2 * slice_numel >= numel
     assert slice_numel - numel / 2 <= 3 * 256

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, shard
+from mics_strategy.auto_scopes import free_gpu_bytes
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.step import total_norm
-from mics_strategy.engine.setup.resolve import free_gpu_bytes, target_device
+from mics_strategy.engine.setup.resolve import target_device
 from mics_strategy.engine.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool
 
@@ -189,7 +190,7 @@ def shard_on_a_gpu(ctx: RankContext, first: str) -> list[int]:
     return [call.args[0].index for call in set_device.call_args_list]
 
 
-@pytest.mark.parametrize("first", ["comm.consensus.gather_objects", "engine.api.CommResources"])
+@pytest.mark.parametrize("first", ["comm.consensus.gather_objects", "api.CommResources"])
 def test_the_gpu_of_a_rank_becomes_current_before_anything_is_sent(ranks: RankPool, first: str) -> None:
     """NCCL gathers objects on the current device: two ranks on one would be refused."""
     assert ranks(2, shard_on_a_gpu, first) == [[0], [1]]
@@ -222,7 +223,7 @@ def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
         return []
 
     device = torch.device("cpu", 0)
-    with mock.patch("mics_strategy.engine.api.autotune", calibrate):
+    with mock.patch("mics_strategy.api.autotune", calibrate):
         model = nn.Linear(2, 2)
         sharded = shard(model, "mics", device=device)
     groups: ProcessGroups = sharded._groups

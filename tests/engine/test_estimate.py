@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
-from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
+from mics_strategy.estimate import MemoryEstimate, estimate_memory
 from tests import models
 from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, simulate

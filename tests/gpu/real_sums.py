@@ -33,7 +33,7 @@ def rank_main(rank: int, store: str, preset: str, options: dict[str, Any]) -> No
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     case = models.transformer()
     expected = train_reference(case.build(), case.batches(STEPS, MICRO_STEPS, WORLD), sgd, loss_fn=case.loss).parameters
-    with mock.patch("mics_strategy.engine.api.target_device", return_value=device):
+    with mock.patch("mics_strategy.api.target_device", return_value=device):
         model = case.build()
         # one stage and no groups of tensors: gloo has neither `all_to_all` of lists nor a sound coalesced gather
         config = ShardConfig.preset(

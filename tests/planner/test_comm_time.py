@@ -7,7 +7,7 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from mics_strategy.comm.traffic import CodecWork, HopTraffic
+from mics_strategy.comm.traffic import CodecWork, StageTraffic
 from mics_strategy.planner.cluster import Cluster, Link, MeasuredCodec, MeasuredStage
 from mics_strategy.planner.comm_time import CommTime, interpolate
 from mics_strategy.topology import Axis
@@ -19,7 +19,7 @@ MB = 10**6
 
 def seconds(collective: str, axis: str, size: int, full_bytes: int, cluster: Cluster | None = None) -> float:
     cluster = cluster or tiny_cluster(nodes=8, ranks_per_node=4)
-    return CommTime(cluster, (INTRA, INTER)).of(HopTraffic(collective, axis, size, torch.float32, full_bytes)).seconds
+    return CommTime(cluster, (INTRA, INTER)).of(StageTraffic(collective, axis, size, torch.float32, full_bytes)).seconds
 
 
 @pytest.mark.parametrize("collective", [ALL_GATHER, REDUCE_SCATTER])
@@ -46,9 +46,9 @@ def test_the_links_inside_a_node_bound_a_ring_over_nodes() -> None:
     assert flat == pytest.approx(7 * 1e-5 + 24 * 1e-6 + 31 * MB / 1e9)
 
 
-def encoded(codec: Codec) -> HopTraffic:
+def encoded(codec: Codec) -> StageTraffic:
     work = CodecWork(codec=codec, encoded_numel=MB, decoded_numel=8 * MB)
-    return HopTraffic(ALL_GATHER, "inter_node", 8, torch.uint8, 8 * MB, codec_work=work)
+    return StageTraffic(ALL_GATHER, "inter_node", 8, torch.uint8, 8 * MB, codec_work=work)
 
 
 @pytest.mark.parametrize(

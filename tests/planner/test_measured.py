@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.comm.traffic import HopTraffic
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.calibration import calibration_warnings, check_calibration
 from mics_strategy.planner.catalog import describe_model
@@ -99,7 +99,7 @@ def test_measured_seconds_count_and_ranks_of_a_node_tell_spans_of_one_size_apart
     times = CommTime(cluster, axes)
 
     def seconds(axis: str, size: int, full_bytes: int) -> float:
-        return times.of(HopTraffic("all_gather", axis, size, torch.float32, full_bytes)).seconds
+        return times.of(StageTraffic("all_gather", axis, size, torch.float32, full_bytes)).seconds
 
     assert seconds("inter_node", 2, 2000) == 1.5  # between the measured sizes
     assert seconds("inter_node", 2, 5000) == 3.0  # beyond them

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
-from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
+from mics_strategy.estimate import MemoryEstimate, estimate_memory
 from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.catalog import describe_model, model_shape
 from mics_strategy.planner.memory import MicroBatch, StateFormat, activation_bytes, rank_memory

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.estimate import estimate_memory
 from mics_strategy.errors import ConfigError
+from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit

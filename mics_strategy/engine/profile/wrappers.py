@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
-    from mics_strategy.comm.traffic import HopTraffic
+    from mics_strategy.comm.traffic import StageTraffic
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.optimizer.local_swap import LocalParamSwap
     from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
@@ -318,11 +318,11 @@ class _QueueRecording:
         op: OpRequest = method(kind, label, numel, dtype)
         return op
 
-    def log(self, method: Method, hops: list[HopTraffic]) -> None:
-        axes = {hop.axis: not hop.axis.startswith("intra_node") for hop in hops}
+    def log(self, method: Method, stages: list[StageTraffic]) -> None:
+        axes = {stage.axis: not stage.axis.startswith("intra_node") for stage in stages}
         self._axis = "+".join(sorted(axes, key=lambda axis: axes[axis]))  # the fastest first, as of a span
-        self._sent_bytes = sum(SENT_BYTES[hop.collective](hop.full_bytes, hop.size) for hop in hops)
-        method(hops)
+        self._sent_bytes = sum(SENT_BYTES[stage.collective](stage.full_bytes, stage.size) for stage in stages)
+        method(stages)
 
     def submit(
         self, method: Method, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mics_strategy.auto_scopes import RankDevice, choose_scopes, rank_device
 from mics_strategy.comm.codecs.format import LARGEST_BOUND_BLOCK
 from mics_strategy.comm.consensus import check_equal, run_and_gather
 from mics_strategy.comm.process_groups import ProcessGroups
@@ -29,14 +30,7 @@ from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.resolve import (
-    RankDevice,
-    choose_scopes,
-    node_name,
-    rank_device,
-    resolve_topology,
-    target_device,
-)
+from mics_strategy.engine.setup.resolve import node_name, resolve_topology, target_device
 from mics_strategy.engine.state_dict import load_full_values
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
