@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -198,23 +197,16 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     add_sharded_parameters(built_units, modules, context)
     engine = build_engine(built_units, modules, context)
     sharded = Sharded(model, context, engine, modules)
-    weak = weakref.ref(sharded)
-
-    def reset_after_error() -> None:
-        handle = weak()
-        if handle is not None:
-            handle.reset_after_error()
-
-    sharded.set_references()
+    sharded.internals.set_references()
     if context.config.broadcast_buffers:
-        sharded.synchronize_buffers()
+        sharded.buffers.synchronize()
     wrap_autograd()
     guards.refuse_other_engines()
     guards.block_conversions(unit.module for unit in built_units)
     guards.block_copies(model.modules())
     load_full_values(model)
     guards.block_saving_shards(model.modules())
-    guards.reset_before_access(model, reset_after_error)
+    guards.reset_before_access(model, engine.reset_after_error)
     guards.mark_sharded(model, sharded)
     retire((entry.name, entry.parameter) for module in modules for entry in module.parameters)
     prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)

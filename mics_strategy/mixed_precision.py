@@ -138,7 +138,7 @@ def cast_unit_inputs(sharded: Sharded, dtype: torch.dtype) -> None:
             return None  # the engine has cast them
         return _cast_floating(args, dtype), _cast_floating(kwargs, dtype)
 
-    for unit in sharded.units[1:]:
+    for unit in sharded.internals.units[1:]:
         unit.module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
 

@@ -536,7 +536,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="checkpoint",
         claim="random generators go on where they were",
-        old="restore_rng(target.values[RNG_KEY], rank, sharded.generators)",
+        old="restore_rng(target.values[RNG_KEY], rank, sharded.internals.generators)",
         new="pass",
         tests=(
             "tests/checkpoint/test_resuming.py",

@@ -283,7 +283,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         by_model: list[tuple[Sharded, list[torch.Tensor]]] = []
         for handle in self.handles:
-            sharded = [handle.sharded_param_for(parameter) for parameter in rest]
+            sharded = [handle.internals.sharded_param_for(parameter) for parameter in rest]
             rest = [parameter for parameter, its in zip(rest, sharded, strict=True) if its is None]
             if any(its is not None for its in sharded):
                 by_model.append((handle, [its for its in sharded if its is not None]))
@@ -343,7 +343,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _has_param(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.sharded_param_for(parameter) is not None
+    return handle.internals.sharded_param_for(parameter) is not None
 
 
 def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iterator[torch.Tensor]:

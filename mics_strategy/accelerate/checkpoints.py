@@ -120,7 +120,7 @@ def save_optimizer(
     optimizer = framework.unwrap_optimizer(optimizer)
     sharded = accelerator.sharded_of(optimizer)
     if _is_full(plugin):
-        sharded.warn_pending_gradients()
+        sharded.internals.warn_pending_gradients()
         state = sharded.full_optimizer_state_dict(optimizer)
         _write({**state, _STEPS: sharded.steps_done}, _file(output_dir, _OPTIMIZER, optimizer_index))
     else:

@@ -61,7 +61,7 @@ def shard_for_plugin(
     units, initializer = plugin.units_for(model), plugin.initializer
     sharded = shard(model, known, units=units, device=device, initializer=initializer)
     if had_missing:
-        sharded.synchronize_buffers()
+        sharded.buffers.synchronize()
     if plugin.activation_checkpointing:
         checkpoint_activations(sharded)
     recomputes = bool(plugin.activation_checkpointing)
@@ -114,7 +114,7 @@ def check_output_layer(sharded: Sharded) -> None:
         ConfigError: The output layer is in a unit below the root. Raised on every rank.
     """
     layer = framework.externally_read_output_layer(sharded.model)
-    below_root = sharded.units[1:] if layer is not None else []
+    below_root = sharded.internals.units[1:] if layer is not None else []
     unit = next((unit for unit in below_root if layer in [*unit.module.modules()]), None)
     if unit is not None:
         raise ConfigError(
@@ -198,12 +198,12 @@ def checkpoint_activations(sharded: Sharded) -> None:
     Raises:
         ConfigError: The model has no unit except the root.
     """
-    if len(sharded.units) == 1:
+    if len(sharded.internals.units) == 1:
         raise ConfigError(
             "`activation_checkpointing` recomputes the layers that are units, but this model has none. Name their "
             "classes: `fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer`, or `MiCSPlugin(units=...)`."
         )
-    for unit in sharded.units[1:]:
+    for unit in sharded.internals.units[1:]:
         _recompute(unit.module)
 
 

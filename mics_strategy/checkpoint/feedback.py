@@ -32,14 +32,14 @@ def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
 
     Once the codec of gradients is off, nothing sends what the residuals hold.
     """
-    feedbacks, codecs = sharded.feedback, sharded.scopes.codecs
+    feedbacks, codecs = sharded.internals.feedback, sharded.scopes.codecs
     is_off = codecs.first_hop is None and codecs.second_hop is None
     settled = _local_residuals(sharded, GradFeedback.without_unsettled)
     residuals = {key: values for key, values in settled.items() if values and not is_off}
     carries = {str(index): f.carry for index, f in enumerate(feedbacks) if f.carry is not None}
     if not residuals and not carries:
         return
-    shard = str(sharded.index)
+    shard = str(sharded.internals.index)
     local.values[FEEDBACK] = {
         _LAYOUT: _layout_of(sharded),
         _RESIDUALS: {str(rank): residuals},
@@ -47,7 +47,9 @@ def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
     }
     for index, values in residuals.items():
         local.copies.update({f"{FEEDBACK}.{_RESIDUALS}.{rank}.{index}.{key}": SOLE for key in values})
-    local.copies.update({f"{FEEDBACK}.{_CARRY}.{index}.{shard}": ReplicaId(*sharded.replica) for index in carries})
+    local.copies.update(
+        {f"{FEEDBACK}.{_CARRY}.{index}.{shard}": ReplicaId(*sharded.internals.replica) for index in carries}
+    )
 
 
 def _values(feedback: GradFeedback, role: str) -> torch.Tensor:
@@ -60,7 +62,7 @@ def _local_residuals(
     """Residuals of this rank by bucket, then by role, first element and number."""
     return {
         str(index): {f"{role}+{r.start}+{r.numel}": values_of(feedback, role) for role, r in feedback.residuals.items()}
-        for index, feedback in enumerate(sharded.feedback)
+        for index, feedback in enumerate(sharded.internals.feedback)
     }
 
 
@@ -72,7 +74,7 @@ def _layout_of(sharded: Sharded) -> str:
             "predivisor": feedback.predivisor,
             "slices": [[s.name, [*s.shape], s.dim, s.chunk, s.offset] for s in feedback.layout.param_slices],
         }
-        for feedback in sharded.feedback
+        for feedback in sharded.internals.feedback
     ]
     return json.dumps({"world_size": sharded.scopes.world_size, "buckets": buckets})
 
@@ -103,6 +105,7 @@ class FeedbackSource:
         self._saved = saved
         self._read = read
         self._sharded = sharded
+        self._internals = sharded.internals
         self._rank = rank
         self._layout = ""
 
@@ -129,22 +132,22 @@ class FeedbackSource:
         return self._load_unchanged if all(gather_objects(is_same)) else self._load_sum
 
     def _load_unchanged(self) -> None:
-        for feedback in self._sharded.feedback:
+        for feedback in self._internals.feedback:
             feedback.clear()
         if not self._names:
             return
         residuals = {index: values for index, values in _local_residuals(self._sharded).items() if values}
         carries: dict[str, dict[str, torch.Tensor]] = {}
-        for index, feedback in enumerate(self._sharded.feedback):
-            name = f"{FEEDBACK}.{_CARRY}.{index}.{self._sharded.index}"
+        for index, feedback in enumerate(self._internals.feedback):
+            name = f"{FEEDBACK}.{_CARRY}.{index}.{self._internals.index}"
             if name in self._names:
                 feedback.carry = _empty_carry(self._sharded, index)
-                carries[str(index)] = {str(self._sharded.index): feedback.carry}
+                carries[str(index)] = {str(self._internals.index): feedback.carry}
         self._read({FEEDBACK: {_RESIDUALS: {str(self._rank): residuals}, _CARRY: carries}})
 
     def _load_sum(self) -> None:
         """Add up what all saved ranks have for this rank's shard, one after the other."""
-        for feedback in self._sharded.feedback:
+        for feedback in self._internals.feedback:
             feedback.clear()
         buckets = self._saved_buckets() if self._names else []
         for name, bucket, start, numel in self._saved_residuals(buckets):
@@ -162,7 +165,7 @@ class FeedbackSource:
         layout = json.loads(self._layout)
         ranks = self._sharded.scopes.world_size / layout["world_size"]
         own_predivisor = {
-            s.name: feedback.predivisor for feedback in self._sharded.feedback for s in feedback.layout.param_slices
+            s.name: feedback.predivisor for feedback in self._internals.feedback for s in feedback.layout.param_slices
         }
         buckets = []
         for bucket in layout["buckets"]:
@@ -191,25 +194,25 @@ class FeedbackSource:
     def _pairs(self, bucket: _SavedBucket) -> Iterator[tuple[int, ParamSlice, ParamSlice]]:
         """Index of a bucket of this model, its slice of a parameter, and the saved slice."""
         saved = {param_slice.name: param_slice for param_slice in bucket.slices}
-        for index, feedback in enumerate(self._sharded.feedback):
+        for index, feedback in enumerate(self._internals.feedback):
             for own in feedback.layout.param_slices:
                 if own.name in saved and saved[own.name].shape == own.shape:
                     yield index, own, saved[own.name]
 
     def _overlaps(self, bucket: _SavedBucket, row: int) -> bool:
         return any(
-            common_ranges(own, self._sharded.index, saved, row) is not None for _, own, saved in self._pairs(bucket)
+            common_ranges(own, self._internals.index, saved, row) is not None for _, own, saved in self._pairs(bucket)
         )
 
     def _add_row(self, bucket: _SavedBucket, row: int, row_values: torch.Tensor) -> None:
         for index, own, saved in self._pairs(bucket):
-            ranges = common_ranges(own, self._sharded.index, saved, row)
+            ranges = common_ranges(own, self._internals.index, saved, row)
             if ranges is None:
                 continue
-            feedback = self._sharded.feedback[index]
+            feedback = self._internals.feedback[index]
             if feedback.carry is None:
                 feedback.carry = _empty_carry(self._sharded, index)
-            target, source = own.view_in(feedback.carry, self._sharded.index), saved.view_in(row_values, row)
+            target, source = own.view_in(feedback.carry, self._internals.index), saved.view_in(row_values, row)
             for dim, (target_start, source_start, length) in ranges.items():
                 target, source = target.narrow(dim, target_start, length), source.narrow(dim, source_start, length)
             target.add_(source.to(target.device))
@@ -245,7 +248,7 @@ def common_ranges(
 
 
 def _empty_carry(sharded: Sharded, index: int) -> torch.Tensor:
-    return torch.zeros(sharded.feedback[index].layout.shard_numel, device=sharded.device)
+    return torch.zeros(sharded.internals.feedback[index].layout.shard_numel, device=sharded.device)
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:

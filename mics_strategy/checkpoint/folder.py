@@ -102,7 +102,7 @@ def _manifest(draft: Path, models: Sequence[Sharded]) -> Manifest:
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files=_entries(draft),
-        pending_micro_steps=models[0].pending_micro_steps if models else 0,
+        pending_micro_steps=models[0].internals.pending_micro_steps if models else 0,
     )
 
 

@@ -108,7 +108,7 @@ class OpenCheckpoint:
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         restore_references(sharded, references)
         if self._manifest is not None:
-            restore_rng(target.values[RNG_KEY], rank, sharded.generators)
+            restore_rng(target.values[RNG_KEY], rank, sharded.internals.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(

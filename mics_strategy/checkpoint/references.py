@@ -60,7 +60,7 @@ def restore_references(sharded: Sharded, loaded: Mapping[str, Any]) -> None:
     if not sharded.scopes.codecs.has_differences:
         return
     references = loaded.get(REFERENCES, {_VALUES: {}, _SYNCED: "[]"})
-    sharded.set_references({name: value.to_local() for name, value in references[_VALUES].items()})
+    sharded.internals.set_references({name: value.to_local() for name, value in references[_VALUES].items()})
     synced = {*json.loads(references[_SYNCED])}
     for bucket in {id(bucket): bucket for bucket, _, _ in _parameters(sharded)}.values():
         if all(parameter.mics_name in synced for parameter in bucket.sharded_params):
@@ -69,7 +69,7 @@ def restore_references(sharded: Sharded, loaded: Mapping[str, Any]) -> None:
 
 def _parameters(sharded: Sharded) -> Iterator[tuple[Bucket, int, ShardedParameter]]:
     """Every parameter with its bucket and its position there."""
-    for unit in sharded.units:
+    for unit in sharded.internals.units:
         for bucket in unit.buckets:
             for position, parameter in enumerate(bucket.sharded_params):
                 yield bucket, position, parameter

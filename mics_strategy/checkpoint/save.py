@@ -132,12 +132,12 @@ def save_checkpoint(
         writes, which is used again: about 1 / world_size of the state, and the values of quantized states.
     """
     finish_saves(sharded)
-    sharded.synchronize_buffers()
+    sharded.buffers.synchronize()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
     whole = whole_tensors(lambda: dict(extra or {}))
     whole = _on_all_ranks(lambda: _copy_extra(whole, asynchronous))
-    check_replica_counts(planner, sharded.index)
+    check_replica_counts(planner, sharded.internals.index)
     draft, target = begin(path)
     job = _SaveJob(
         draft=draft,
@@ -247,8 +247,8 @@ def _make_planner(
 ) -> ShardedSavePlanner:
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
-        sharded.warn_pending_gradients()
-        states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
+        sharded.internals.warn_pending_gradients()
+        states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.internals.generators)
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
         local.values.update(references_of(sharded))
@@ -264,7 +264,7 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},
-        pending_micro_steps=sharded.pending_micro_steps,
+        pending_micro_steps=sharded.internals.pending_micro_steps,
         optimizer_classes=[class_name(type(optimizer)) for optimizer in by_key(optimizers).values()],
     )
 

@@ -109,17 +109,17 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
         states: StateDict = {}
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
-            owner = sharded.owner_of(optimizer, parameter)
+            owner = sharded.internals.owner_of(optimizer, parameter)
             rank_local_keys = [k for k, value in state.items() if rank_local.is_rank_local(value, parameter, owner)]
             states[name] = {k: value for k, value in state.items() if k not in rank_local_keys or is_quantized(value)}
             if owner is not None:
-                local.copies.update({f"{key}.state.{name}.{k}": ReplicaId(*sharded.replica) for k in state})
+                local.copies.update({f"{key}.state.{name}.{k}": ReplicaId(*sharded.internals.replica) for k in state})
             if owner is None and _is_scalar(parameter):
                 local.scalars.update(f"{key}.state.{name}.{k}" for k in state)
             copy = (
                 _replica_of(parameter)
                 if owner is None and isinstance(parameter, DTensor)
-                else ReplicaId(*sharded.replica)
+                else ReplicaId(*sharded.internals.replica)
             )
             for k in rank_local_keys:
                 local.add((key, name, k, rank_local.shard_key(parameter, owner)), state[k], copy)
@@ -271,8 +271,8 @@ class LoadTarget:
                 name = _name(self._names, parameter, optimizer)
                 prefix = f"{key}.state.{name}."
                 saved = [key for key in self._saved if key.startswith(prefix)]
-                owner = self._sharded.owner_of(optimizer, parameter)
-                if owner in (None, self._sharded.index):
+                owner = self._sharded.internals.owner_of(optimizer, parameter)
+                if owner in (None, self._sharded.internals.index):
                     exact = self._request_rank_local(
                         position, optimizer, rank_local.StateSource(key, name, parameter, owner)
                     )

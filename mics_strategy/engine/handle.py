@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,12 +18,12 @@ from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
 from mics_strategy.engine.autograd import check_not_traced
 from mics_strategy.engine.hooks import EngineLink, install, register_forward_method
+from mics_strategy.engine.internals import Internals
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
-from mics_strategy.engine.profile.wrappers import ProfiledModel
 from mics_strategy.engine.setup import guards
 from mics_strategy.engine.traffic import TrafficRow, compare
 from mics_strategy.engine.unit import unit_plan_of
@@ -31,10 +31,8 @@ from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.build import BuildContext
-    from mics_strategy.engine.feedback import GradFeedback
     from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.step import Engine
-    from mics_strategy.engine.unit import Unit
     from mics_strategy.engine.units import UnitSpec
     from mics_strategy.scopes import Scopes
 
@@ -46,6 +44,7 @@ class Sharded:
         model: Model, sharded in place.
         config: Configuration as passed to `shard`.
         buffers: Module buffers of the model, which are not sharded.
+        internals: Parts of the engine that checkpoints and frameworks use.
         memory: Bytes that the engine allocated, by purpose.
         grad_codec_steps: Optimizer step from which gradients are sent unquantized; None for never.
     """
@@ -60,9 +59,10 @@ class Sharded:
         self._units = engine.units
         self._target = OptimizerTarget(engine, context, self._link(modules))
         self._step_hooks = StepHooks(self._target)
+        self.internals = Internals(engine, context.groups, self._target, self._step_hooks)
         self.buffers = ModuleBuffers(model, context, engine)
         self._profile: Profile | None = None
-        self._forward_hooks = install(engine, weakref.WeakMethod(self.pre_forward))
+        self._forward_hooks = install(engine, weakref.WeakMethod(self._pre_forward))
 
     def _link(self, modules: list[UnitSpec]) -> WeakIdKeyDictionary:
         """Connect sharded parameters with the engine; returns them by their plain ones."""
@@ -93,21 +93,10 @@ class Sharded:
         """The device of the parameters."""
         return self._target.device
 
-    @property
-    def parameters(self) -> list[ShardedParameter]:
-        """All sharded parameters, unit by unit."""
-        return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded_params]
-
     @cached_property
     def _names_by_id(self) -> dict[int, str]:
         """Names of the sharded parameters, by id."""
-        slices = (param_slice for unit in self._units for b in unit.buckets for param_slice in b.layout.param_slices)
-        return {id(sharded): param_slice.name for sharded, param_slice in zip(self.parameters, slices, strict=True)}
-
-    @property
-    def units(self) -> list[Unit]:
-        """Units in module order, the root first."""
-        return self._units
+        return {id(sharded): sharded.mics_name for sharded in self.internals.parameters}
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a method run as a forward does: with unsharded parameters, on every rank.
@@ -123,7 +112,7 @@ class Sharded:
         """
         register_forward_method(self.model, self._forward_hooks, module, name)
 
-    def pre_forward(self) -> None:
+    def _pre_forward(self) -> None:
         """Prepare a root forward: check the model once per step, synchronize buffers.
 
         Raises:
@@ -156,12 +145,8 @@ class Sharded:
         Such writes are those of your own kernels and through `to_local().data`, and ``torch._foreach_*`` on torch 2.11.
         The engine detects all others.
         """
-        for parameter in self.parameters:
+        for parameter in self.internals.parameters:
             parameter.mics_memory.writes.num += 1
-
-    def reset_after_error(self) -> None:
-        """Clean up after a backward that raised, before the model's parameters are read."""
-        self._engine.reset_after_error()
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Replace plain parameters in an optimizer by the sharded ones. Collective.
@@ -230,7 +215,7 @@ class Sharded:
             ConfigError: `only` holds a tensor that is no parameter of this sharded model, or `norm_type` is not
                 positive.
         """
-        parameters = self.parameters if only is None else self._select(only)
+        parameters = self.internals.parameters if only is None else self._select(only)
         self._engine.finish_gradients()
         total = total_norm(parameters, self._groups, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -249,7 +234,7 @@ class Sharded:
                 f"`only` holds a tensor {list(foreign[0].shape)} that is no parameter of this sharded model. Pass "
                 "parameters from `model.parameters()` of after `shard()`."
             )
-        return [parameter for parameter in self.parameters if id(parameter) in selected]
+        return [parameter for parameter in self.internals.parameters if id(parameter) in selected]
 
     def finish_gradients(self) -> None:
         """Finish pending reductions; every gradient is then the mean over all ranks.
@@ -316,36 +301,8 @@ class Sharded:
         Cost:
             While it records, about a microsecond for each mark. After the last step a gather of what was recorded.
         """
-        model = ProfiledModel(
-            handle=self,
-            engine=self._engine,
-            target=self._target,
-            step_hooks=self._step_hooks,
-            groups=self._groups,
-        )
-        self._profile = begin_profile(model, self._profile, steps, path)
+        self._profile = begin_profile(self.internals, self._profile, steps, path)
         return self._profile
-
-    def set_references(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Set what param syncs of differences add to. Collective.
-
-        Does nothing unless `weight_codec` encodes differences. Called where parameters have changed otherwise than by
-        an optimizer: the next sync is then exact.
-
-        Args:
-            values: Values that ranks received of this rank's part of each parameter, by name; default: that part.
-
-        Cost:
-            An unencoded param sync of every bucket, outside of the plan; memory for the largest shard.
-        """
-        if not self.scopes.codecs.has_differences:
-            return
-        for bucket in (bucket for unit in self._units for bucket in unit.buckets):
-            shard = bucket.master_shard.to(bucket.spec.param_dtype, copy=True)
-            for param_slice in bucket.layout.param_slices:
-                if values is not None and param_slice.name in values:
-                    param_slice.view_in(shard, bucket.placement.index).copy_(values[param_slice.name])
-            bucket.set_reference(shard)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.
@@ -370,7 +327,7 @@ class Sharded:
             Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
         """
         result = self.model.load_state_dict(state_dict, strict=strict)
-        self.set_references()
+        self.internals.set_references()
         return result
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -390,59 +347,5 @@ class Sharded:
             CheckpointError: The state dict holds another number of parameters.
         """
         state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.swap_of(optimizer).owner_of)
-        for feedback in self.feedback:
+        for feedback in self.internals.feedback:
             feedback.clear()
-
-    def owner_of(self, optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
-        """The shard index of the owner of `parameter`; None without an owner.
-
-        Only ranks with the owner's shard index hold the optimizer states of an owned parameter.
-        """
-        return self._step_hooks.swap_of(optimizer).owner_of(parameter)
-
-    @property
-    def index(self) -> int:
-        """Index of this rank's shard in the optimizer scope."""
-        return self._groups.trainable_placement.index
-
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Index of this rank among the ranks that hold the same shards, and their number."""
-        span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
-        return span.index(self._groups.rank), span.size
-
-    @property
-    def pending_micro_steps(self) -> int:
-        """Micro-steps since the last optimizer step whose gradients are still pending.
-
-        Checkpoints do not hold pending gradients.
-        """
-        return self._engine.backwards.num_pending
-
-    def warn_pending_gradients(self) -> None:
-        """Warn once, on rank 0, that a checkpoint does not hold the pending gradients."""
-        self._engine.backwards.warn_pending_gradients()
-
-    @property
-    def feedback(self) -> list[GradFeedback]:
-        """Residuals of error feedback of this rank, one object for each trainable bucket.
-
-        Waits for the hops in flight, which write to them.
-        """
-        self._engine.reducer.wait()
-        return [g.feedback for gradients in self._engine.reducer.gradients.values() for g in gradients]
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Random generators of this rank for stochastic rounding in codecs."""
-        return self._groups.generators
-
-    def synchronize_buffers(self) -> None:
-        """Broadcast rank 0's module buffers to all ranks. Collective."""
-        self.buffers.synchronize()
-
-    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter for one of this model, sharded or plain; otherwise None."""
-        if self._target.owns(parameter):
-            return cast("ShardedParameter", parameter)
-        return self._target.sharded_param_for(parameter)

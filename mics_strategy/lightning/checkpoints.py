@@ -107,7 +107,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         if self._trainer.state.status == self.framework.interrupted:
             self._require_every_rank()
         if self._state_dict_type == "sharded":
-            self.sharded.synchronize_buffers()
+            self.sharded.buffers.synchronize()
             return dict(self.sharded.model.state_dict())
         return self.sharded.full_state_dict()
 
@@ -144,7 +144,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
             self._save_shards(checkpoint, path, storage_options)
             return
         if "optimizer_states" in checkpoint:
-            self.sharded.warn_pending_gradients()
+            self.sharded.internals.warn_pending_gradients()
             checkpoint = {**checkpoint, RNG_KEY: self.random_states()}
         self.write_file(whole_tensors(lambda: checkpoint), path, storage_options)
 

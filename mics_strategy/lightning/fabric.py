@@ -298,7 +298,7 @@ def _is_manual(module: nn.Module) -> bool:
 
 
 def _has_param(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.sharded_param_for(parameter) is not None
+    return handle.internals.sharded_param_for(parameter) is not None
 
 
 @functools.cache

@@ -120,7 +120,7 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         ((key, sharded),) = _check_single_model(models, "saved").items()
         rest = {name: value for name, value in state.items() if name not in models and name not in optimizers}
         extra = _filtered({name: self._whole(value) for name, value in rest.items()}, filters)
-        sharded.synchronize_buffers()
+        sharded.buffers.synchronize()
         model_state = _filtered({key: sharded.model.state_dict()}, filters).get(key, {}) if key in filters else None
         save_checkpoint(
             path,

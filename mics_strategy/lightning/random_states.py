@@ -86,7 +86,7 @@ class RandomStatesMixin(Base):
 
     def local_random_states(self) -> dict[str, bytes]:
         """Return the states of this rank's random generators, by rank."""
-        return save_rng(dist.get_rank(), self.sharded.generators)
+        return save_rng(dist.get_rank(), self.sharded.internals.generators)
 
     def set_random_states(self, states: Mapping[str, bytes]) -> None:
         """Set the random generators of this rank.
@@ -94,7 +94,7 @@ class RandomStatesMixin(Base):
         Args:
             states: States that this rank needs; may be empty.
         """
-        restore_rng(states, dist.get_rank(), self.sharded.generators)
+        restore_rng(states, dist.get_rank(), self.sharded.internals.generators)
 
     def schedule_random_states(self, states: Mapping[str, bytes]) -> None:
         """Set random states and the sampler's epoch later, when training starts.

@@ -274,7 +274,7 @@ def wrapped(ctx: RankContext, options: dict[str, Any]) -> list[str]:
     acc = accelerator("mics", **options)
     model = transformer()
     model._no_split_modules = ["Block", "Elsewhere"]
-    return [type(unit.module).__name__ for unit in acc.sharded_of(acc.prepare(model)).units]
+    return [type(unit.module).__name__ for unit in acc.sharded_of(acc.prepare(model)).internals.units]
 
 
 def _policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:

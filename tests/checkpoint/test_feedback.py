@@ -71,7 +71,7 @@ def saved_twice(ctx: RankContext, path: Path, other: Path) -> None:
     """Loads what other ranks have saved, and saves at once."""
     loop = start_loop(ctx, CONFIGS["mics"])
     load_checkpoint(path, loop.sharded, [loop.optimizer])
-    assert all(feedback.carry is not None for feedback in loop.sharded.feedback)
+    assert all(feedback.carry is not None for feedback in loop.sharded.internals.feedback)
     save_checkpoint(other, loop.sharded, [loop.optimizer])
 
 

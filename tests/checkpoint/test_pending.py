@@ -142,7 +142,7 @@ def train_on(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Tensor],
     training = start(ctx, run)
     with listening() as said:
         step = load_checkpoint(path, training.sharded, [training.optimizer])["step"]
-    assert training.sharded.pending_micro_steps == 0
+    assert training.sharded.internals.pending_micro_steps == 0
     for micro in range(3):
         training.loss(step, micro).backward()
     training.optimizer.step()

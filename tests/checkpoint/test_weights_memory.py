@@ -59,10 +59,10 @@ def measure(ctx: RankContext, folder: Path) -> tuple[dict[str, float], float]:
     save_checkpoint(folder / "x.sharded", sharded)
     found = {}
     for kind in KINDS:
-        for parameter in sharded.parameters:
+        for parameter in sharded.internals.parameters:
             parameter.local.zero_()
         found[kind] = peak_growth(lambda kind=kind: load_weights(folder / f"x.{kind}", sharded))
-        for layer, parameter in enumerate(sharded.parameters):
+        for layer, parameter in enumerate(sharded.internals.parameters):
             assert torch.equal(parameter.local, parameter.mics_slice.narrow(values(layer), parameter.mics_index))
     with mock.patch.object(weight_formats, "MAPPED_BYTES", 0):
         found["anew"] = peak_growth(lambda: load_weights(folder / "x.safetensors", sharded))

@@ -43,7 +43,7 @@ def test_a_write_to_masters_that_are_gathered_is_found(dtype: str) -> None:
 def test_sharded_parameters_are_the_memory_of_the_masters() -> None:
     with one_of_many() as machine:
         sharded = start(machine, config_of("mics")).sharded
-        for bucket in (bucket for unit in sharded.units for bucket in unit.buckets):
+        for bucket in (bucket for unit in sharded.internals.units for bucket in unit.buckets):
             for parameter in bucket.sharded_params:
                 assert allocation_of(parameter.local) is allocation_of(bucket.master_shard)
 

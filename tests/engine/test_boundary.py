@@ -300,7 +300,7 @@ def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> 
     model = case.build()
     sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    layers = tuple({type(unit.module) for unit in sharded.units[1:]})
+    layers = tuple({type(unit.module) for unit in sharded.internals.units[1:]})
 
     def step(index: int) -> None:
         for micro in range(lengths[index]):
@@ -312,7 +312,7 @@ def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> 
         step(index)
     with recorded(model, layers) as events:
         step(len(lengths) - 1)
-    return [unit.name for unit in sharded.units[1:]], list(events)
+    return [unit.name for unit in sharded.internals.units[1:]], list(events)
 
 
 @pytest.mark.parametrize("lengths", [[2, 2, 2], [3, 1, 1, 1], [2, 3, 3, 3]], ids=str)

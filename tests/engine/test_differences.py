@@ -144,14 +144,14 @@ def test_a_step_is_rounded_instead_of_the_parameters(ranks: RankPool) -> None:
 def seen_after_nonfinite_step(ctx: RankContext, options: dict[str, Any], value: float) -> tuple[Tensor, Tensor]:
     """What a forward sees, and the masters before it, after weights with NaN were written over by finite ones."""
     loop = Loop(config(**options))
-    before = loop.sharded.parameters[0].detach().clone()
+    before = loop.sharded.internals.parameters[0].detach().clone()
     loop.step(0)
     loop.model(gradient(1) * value).backward()
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     with torch.no_grad():
         assert not loop.model(gradient(2)).isfinite()
-        loop.sharded.parameters[0].copy_(before)
+        loop.sharded.internals.parameters[0].copy_(before)
     for number in range(3):  # each difference is a rounded step
         masters = whole(loop.model.weight)
         loop.step(number)

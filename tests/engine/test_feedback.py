@@ -51,7 +51,7 @@ def mean_of(step: int, accumulation: int, world: int) -> dict[str, Tensor]:
 def residual_total(sharded: Sharded) -> dict[str, Tensor]:
     """The residuals of all ranks, added, as gradients in the mean over ranks. Collective."""
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for feedback in sharded.feedback:
+    for feedback in sharded.internals.feedback:
         for residual in feedback.residuals.values():
             shard_numel = feedback.layout.shard_numel
             for row, values in zip(residual.rows(shard_numel), residual.table(shard_numel), strict=True):
@@ -271,7 +271,7 @@ def residuals_in_flight(ctx: RankContext) -> bool:
     sharded = shard(model, config("mics", codec_links="slow"), units=[nn.Linear])
     with sharded.micro_step(0, of=1):
         model(torch.randn(4, 512)).square().mean().backward()
-    residuals = [r.values for feedback in sharded.feedback for r in feedback.residuals.values()]
+    residuals = [r.values for feedback in sharded.internals.feedback for r in feedback.residuals.values()]
     before = [values.clone() for values in residuals]
     sharded.finish_gradients()
     return all(torch.equal(*pair) for pair in zip(before, residuals, strict=True))
@@ -357,7 +357,7 @@ def test_gradients_are_exact_once_the_codec_is_off(ranks: RankPool) -> None:
 
 def allocated(ctx: RankContext, each: ShardConfig) -> tuple[int, int]:
     sharded = start_loop(ctx, each).sharded
-    held = sum(r.values.numel() * 4 for feedback in sharded.feedback for r in feedback.residuals.values())
+    held = sum(r.values.numel() * 4 for feedback in sharded.internals.feedback for r in feedback.residuals.values())
     return sharded.memory.bytes_by_purpose.get("error feedback", 0), held
 
 

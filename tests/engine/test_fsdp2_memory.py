@@ -79,7 +79,7 @@ def test_gradients_of_the_root_and_two_units_wait_at_most(monkeypatch: pytest.Mo
             training.step()
         root, *units = (
             sum(part.numel for bucket in unit.buckets for part in bucket.layout.param_slices)
-            for unit in training.sharded.units
+            for unit in training.sharded.internals.units
         )
     assert len(units) > 2
     assert max(units) < max(waiting) <= root + 2 * max(units)

@@ -53,7 +53,7 @@ def _live_bytes() -> int:
 
 
 def _addresses(sharded: Sharded) -> Iterator[int]:
-    for unit in sharded.units:
+    for unit in sharded.internals.units:
         yield unit.slot.buffer.data_ptr()
         for bucket in unit.buckets:
             yield bucket.master_shard.data_ptr()

@@ -37,7 +37,7 @@ def events_of_a_step(
     config = ShardConfig.preset(preset, topology=NODES, overlap=overlap, prefetch=prefetch)
     sharded = shard(model, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    layers = tuple({type(unit.module) for unit in sharded.units[1:]})
+    layers = tuple({type(unit.module) for unit in sharded.internals.units[1:]})
 
     def step(index: int) -> None:
         for micro in range(micro_steps):
@@ -50,7 +50,7 @@ def events_of_a_step(
     step(1)
     with recorded(model, layers) as events:
         step(2)
-    return [unit.name for unit in sharded.units[1:]], list(events)
+    return [unit.name for unit in sharded.internals.units[1:]], list(events)
 
 
 def before(events: list[str], first: str, second: str) -> bool:

@@ -72,7 +72,7 @@ def names(intervals: list[Interval], *categories: Category) -> list[str]:
 
 def events_and_rows(ctx: RankContext, preset: str) -> tuple[list[str], Timeline]:
     training = Training(ctx.rank, preset=preset)
-    layers = tuple({type(unit.module) for unit in training.sharded.units[1:]})
+    layers = tuple({type(unit.module) for unit in training.sharded.internals.units[1:]})
     training.step()
     training.step()
     profile = training.sharded.profile(steps=1)
@@ -106,6 +106,29 @@ def test_units_run_forward_and_backward_in_the_order_that_spies_see(ranks: RankP
     order = [name for name, _ in itertools.groupby(interval.key.category for interval in intervals)]
     assert order[0] is Category.DATA
     assert Category.OPTIMIZER in order
+
+
+def reductions_by_step(ctx: RankContext) -> list[int]:
+    """Job: recorded reductions of two steps, between which the codec of gradients goes off."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    options = {"grad_codec": "int8", "grad_codec_until": 0.5, "training_steps": 4}
+    sharded = shard(model, ShardConfig.preset("mics", topology=NODES, **options), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for _ in range(3):
+        profile = sharded.profile(steps=1)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rows = profile.result.timeline.rows_of(ctx.rank)[1:]
+        counts.append(sum(i.key.name == "reduce_scatter" for row in rows for i in row.intervals))
+    return counts
+
+
+def test_collectives_of_a_codec_that_goes_off_are_recorded(ranks: RankPool) -> None:
+    for counts in ranks(4, reductions_by_step, ranks_per_node=2):
+        assert counts == counts[:1] * 3
+        assert counts[0] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +362,7 @@ def with_slow_rank(ctx: RankContext, where: str, slow: int) -> tuple[str, str, i
     def pause(*_: object) -> None:
         time.sleep(SLOW_S if ctx.rank == slow else 0.0)
 
-    last = training.sharded.units[-1].module
+    last = training.sharded.internals.units[-1].module
     if where == "forward":
         next(iter(last.children())).register_forward_pre_hook(pause)
     if where == "backward":
@@ -489,7 +512,7 @@ def with_and_without(ctx: RankContext) -> tuple[bool, bool, list[str]]:
 
     plain, stacks = train(False)
     profiled, stacks_after = train(True)
-    values = zip(plain.sharded.parameters, profiled.sharded.parameters, strict=True)
+    values = zip(plain.sharded.internals.parameters, profiled.sharded.internals.parameters, strict=True)
     equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in values)
     engine, target = profiled.sharded._engine, profiled.sharded._target
     owners = [engine, target, profiled.sharded, *profiled.sharded._groups.resources.queues]

@@ -23,7 +23,7 @@ def is_freed_after_training(ctx: RankContext, preset: str) -> bool:
         training.sharded.clip_grad_norm_(1.0)
         training.optimizer.step()
         training.optimizer.zero_grad()
-    watched = [weakref.ref(training.sharded), weakref.ref(training.sharded.units[1])]
+    watched = [weakref.ref(training.sharded), weakref.ref(training.sharded.internals.units[1])]
     del training
     gc.collect()
     return all(reference() is None for reference in watched)

@@ -247,7 +247,7 @@ def bits(ctx: RankContext, preset: str, name: str, rule: str) -> list[Any]:
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), prefetch=2)
     training = start(ctx, Run(case=models.transformer, config=config, accumulation=2, units=rule))
     losses = [training.step(step) for step in range(2)]
-    units = training.sharded.units
+    units = training.sharded.internals.units
     assert {"embedding", "head"} <= {unit.name for unit in units} or rule != "auto"
     assert (max(len(unit.buckets) for unit in units) > 2) == (name == "own units in buckets")
     return [losses, *(each.tolist() for each in training.parameters().values())]

@@ -88,7 +88,7 @@ def classes_stay(ctx: RankContext) -> None:
     classes = [type(module) for module in model.modules()]
     handle = shard(model, "zero3", units=[MLP])
     assert [type(module) for module in model.modules()] == classes
-    assert [unit.module for unit in handle.units] == [model, *model]
+    assert [unit.module for unit in handle.internals.units] == [model, *model]
 
 
 FACTS = {"no class changes, and each unit is listed once": (2, classes_stay)}

@@ -99,7 +99,9 @@ def train(case: str, variant: str, device: torch.device) -> dict[str, Any]:
             raise RuntimeError(
                 "The gradients are zeros: the pretended ranks sum nothing, so no late sum would be seen."
             )
-        numbers = torch.cat([parameter.local.detach().flatten().float().cpu() for parameter in sharded.parameters])
+        numbers = torch.cat(
+            [parameter.local.detach().flatten().float().cpu() for parameter in sharded.internals.parameters]
+        )
     digest = hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
     return {"digest": digest, "finite": bool(numbers.isfinite().all()), "waits": waits, "threads": sorted(threads)}
 

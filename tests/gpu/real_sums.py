@@ -54,7 +54,7 @@ def rank_main(rank: int, store: str, preset: str, options: dict[str, Any]) -> No
         sharded.clip_grad_norm_(1e9)
         optimizer.step()
         optimizer.zero_grad()
-    for parameter in sharded.parameters:
+    for parameter in sharded.internals.parameters:
         rows = parameter.mics_slice.narrow(expected[parameter.mics_name], parameter.mics_index)
         torch.testing.assert_close(parameter.local.detach().cpu(), rows, rtol=1e-4, atol=1e-5)
     dist.barrier()

@@ -107,7 +107,11 @@ def _fitted(ctx: RankContext, path: Path, num_epochs: int, resumes: bool) -> dic
     fitting.fit(Regression(), loader(128), ckpt_path=path if resumes else None)
     if num_epochs == 1:
         fitting.save_checkpoint(path)
-    left = [r.values.abs().sum() for feedback in fitting.strategy.sharded.feedback for r in feedback.residuals.values()]
+    left = [
+        r.values.abs().sum()
+        for feedback in fitting.strategy.sharded.internals.feedback
+        for r in feedback.residuals.values()
+    ]
     return {**whole(fitting), "residuals": torch.stack(left)}
 
 

@@ -391,7 +391,9 @@ def _with_codecs(ctx: RankContext) -> tuple[bool, bool]:
     model, optimizer = _set_up(fabric, "jointly")
     train(fabric, model, optimizer)
     sharded = fabric.strategy.sharded_of(model)
-    held = [residual.values.any() for feedback in sharded.feedback for residual in feedback.residuals.values()]
+    held = [
+        residual.values.any() for feedback in sharded.internals.feedback for residual in feedback.residuals.values()
+    ]
     return any(map(bool, held)), all(row.planned_bytes == row.sent_bytes for row in sharded.traffic())
 
 

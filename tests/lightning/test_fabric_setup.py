@@ -118,7 +118,7 @@ def _units(ctx: RankContext) -> list[str]:
     fabric = launched(ctx, mics(units=["Layer", nn.Linear]))
     model = fabric.setup(Net())
     assert all(isinstance(layer, Layer) for layer in model.layers)
-    return [unit.name for unit in fabric.strategy.sharded_of(model).units]
+    return [unit.name for unit in fabric.strategy.sharded_of(model).internals.units]
 
 
 def test_units_are_what_the_rule_chooses(ranks: RankPool) -> None:

@@ -60,7 +60,7 @@ def test_scopes_are_chosen_for_the_accumulation_of_the_trainer(ranks: RankPool) 
 
 
 def _unit_names(ctx: RankContext, units: Any) -> list[str]:
-    return [unit.name for unit in _sharded(ctx, Regression(), units=units).units]
+    return [unit.name for unit in _sharded(ctx, Regression(), units=units).internals.units]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -98,7 +98,7 @@ class Manual(Regression):
 
 
 def _manual_unit_names(ctx: RankContext, units: Any) -> list[str]:
-    return [unit.name for unit in _sharded(ctx, Manual(), units=units).units]
+    return [unit.name for unit in _sharded(ctx, Manual(), units=units).internals.units]
 
 
 @pytest.mark.parametrize(

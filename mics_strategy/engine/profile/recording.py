@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
 from mics_strategy.engine.profile.recorder import DeviceClock, HostClock, Ranges, Recorder
 from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
-from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, ProfiledModel, Replacements
+from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, Replacements
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
+    from mics_strategy.engine.internals import Internals
     from mics_strategy.timeline import Row
 
 
@@ -33,7 +34,7 @@ class Profile:
         is_recording: Whether it waits for its first step or records.
     """
 
-    def __init__(self, model: ProfiledModel, num_steps: int, path: Path | None, origin_ns: int) -> None:
+    def __init__(self, model: Internals, num_steps: int, path: Path | None, origin_ns: int) -> None:
         self._model = model
         self._num_steps = num_steps
         self._path = path
@@ -47,10 +48,8 @@ class Profile:
 
     def begin(self) -> None:
         """Begin to record. Not collective."""
-        comm = CommWrappers(self._model, self._recorder, self._replacements)
-        engine = EngineWrappers(self._model, self._recorder, on_root_forward=comm.install, on_step=self._end_step)
-        comm.install()
-        engine.install(self._model, self._replacements)
+        CommWrappers(self._recorder).install(self._model, self._replacements)
+        EngineWrappers(self._model, self._recorder, self._end_step).install(self._model, self._replacements)
         self.is_recording = True
         if self._model.target.is_step_over:
             self._begin_first_step()
@@ -136,7 +135,7 @@ def gather_result(rows: tuple[Row, ...], num_steps: int) -> ProfileResult:
     return ProfileResult(rank=own.rank, num_steps=num_steps, own_rows=rows, ranks=tuple(gather_objects(own)))
 
 
-def begin_profile(model: ProfiledModel, present: Profile | None, steps: int, path: str | Path | None) -> Profile:
+def begin_profile(model: Internals, present: Profile | None, steps: int, path: str | Path | None) -> Profile:
     """Begin to record the next steps of a model. Collective.
 
     Args:

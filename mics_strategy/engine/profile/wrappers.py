@@ -8,7 +8,6 @@ recorded does not even ask whether it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +29,14 @@ from mics_strategy.timeline import Category, PartKey
 
 if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
-    from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
     from mics_strategy.comm.traffic import StageTraffic
     from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.internals import Internals
     from mics_strategy.engine.optimizer.local_swap import LocalParamSwap
     from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
-    from mics_strategy.engine.optimizer.step import StepHooks
-    from mics_strategy.engine.optimizer.target import OptimizerTarget
     from mics_strategy.engine.order import ForwardCall
     from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.step import Engine
     from mics_strategy.engine.streams import Op, OpChain
     from mics_strategy.engine.unit import Unit
 
@@ -49,25 +45,6 @@ if TYPE_CHECKING:
 
 _OUTERMOST = 2  # entries of the compute row at the end of an outermost forward: the forward, and the engine
 _QUEUED_COLLECTIVES = {"All-gather": "all_gather", "Reduce-scatter": "reduce_scatter", "All-reduce": "all_reduce"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfiledModel:
-    """What is recorded of one sharded model.
-
-    Attributes:
-        handle: Its handle, a `Sharded`.
-        engine: Its engine.
-        target: Engine's side of its optimizer steps.
-        step_hooks: Hooks around its optimizer steps.
-        groups: Its process groups.
-    """
-
-    handle: object
-    engine: Engine
-    target: OptimizerTarget
-    step_hooks: StepHooks
-    groups: ProcessGroups
 
 
 class Replacements:
@@ -132,29 +109,20 @@ class EngineWrappers:
     Args:
         model: Model that is recorded.
         recorder: Recorder of its steps.
-        on_root_forward: Called before the units of a root forward run.
         on_step: Called at the end of every optimizer step.
     """
 
-    def __init__(
-        self,
-        model: ProfiledModel,
-        recorder: Recorder,
-        on_root_forward: Callable[[], None],
-        on_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, model: Internals, recorder: Recorder, on_step: Callable[[], None]) -> None:
         self._engine = model.engine
         self._target = model.target
         self._row = recorder.compute
-        self._on_root_forward = on_root_forward
         self._on_step = on_step
         self._keys: dict[tuple[str, int], PartKey] = {}
         self._is_stepping = False
 
-    def install(self, model: ProfiledModel, replacements: Replacements) -> None:
+    def install(self, model: Internals, replacements: Replacements) -> None:
         """Replace the methods, until `Replacements.restore`."""
         wrappers: tuple[tuple[object, str, Method], ...] = (
-            (model.handle, "pre_forward", self._root_forward),
             (model.engine, "pre_forward", self._pre_forward),
             (model.engine, "post_forward", self._post_forward),
             (model.engine, "pre_backward", self._pre_backward),
@@ -172,13 +140,6 @@ class EngineWrappers:
         if key is None:
             key = self._keys[name, unit.index] = PartKey(category=Category.COMPUTE, name=name, unit=unit.name)
         return key
-
-    def _root_forward(self, method: Method) -> None:
-        if not self._engine.is_recomputing:
-            self._row.begin_forward()
-        with self._row.inside(ENGINE):
-            method()
-        self._on_root_forward()
 
     def _pre_forward(self, method: Method, unit: Unit) -> ForwardCall:
         is_recomputing = self._engine.is_recomputing
@@ -249,36 +210,26 @@ class CommWrappers:
     """Wrappers of one model's queues, control groups and side streams.
 
     Args:
-        model: Model that is recorded.
         recorder: Recorder of its collectives.
-        replacements: Replaced methods.
     """
 
-    def __init__(self, model: ProfiledModel, recorder: Recorder, replacements: Replacements) -> None:
-        self._model = model
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._replacements = replacements
-        self._wrapped: set[int] = set()
 
-    def install(self) -> None:
-        """Wrap what is not wrapped yet; a training may make further queues."""
-        groups, streams = self._model.groups, self._model.engine.reducer.streams
-        for queue in self._new(groups.resources.queues):
+    def install(self, model: Internals, replacements: Replacements) -> None:
+        """Replace the methods, until `Replacements.restore`. No queue is made after `shard()`."""
+        groups, streams = model.groups, model.engine.reducer.streams
+        for queue in groups.resources.queues:
             recording = _QueueRecording(queue, self._recorder)
             for name in ("next_op", "log", "submit"):
-                self._replacements.replace(queue, name, partial(partial, getattr(recording, name)))
-        for control in self._new(group for group in (groups.world_group, groups.shard_group) if group is not None):
+                replacements.replace(queue, name, partial(partial, getattr(recording, name)))
+        for control in {group for group in (groups.world_group, groups.shard_group) if group is not None}:
             controls = _ControlRecording(control, self._recorder)
             for name in ("all_reduce", "all_to_all", "broadcast", "all_reduce_scalar"):
-                self._replacements.replace(control, name, partial(partial, getattr(controls, name)))
+                replacements.replace(control, name, partial(partial, getattr(controls, name)))
         if groups.device.type == "cuda":
-            for stream in self._new((streams.all_gather, streams.reduce_scatter, streams.second_hop)):
-                self._replacements.replace(stream, "launch", partial(partial, self._launch))
-
-    def _new(self, owners: Iterable[Any]) -> list[Any]:
-        fresh = [owner for owner in owners if id(owner) not in self._wrapped]
-        self._wrapped.update(map(id, fresh))
-        return fresh
+            for stream in (streams.all_gather, streams.reduce_scatter, streams.second_hop):
+                replacements.replace(stream, "launch", partial(partial, self._launch))
 
     def _launch(self, method: Method, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
         """Launch a chain on a side stream.
