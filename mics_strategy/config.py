@@ -25,7 +25,7 @@ OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
 
 _LARGEST_COMMON = 8192  # largest allowed common multiple of both codecs' blocks, in values
 _CHOSEN_TOGETHER = ("params", "grads", "optimizer")
-_LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
+_LETTER_SCOPES = {"n": "replicate", "i": "partition", "g": "world"}
 _PRESET_LETTERS = {
     "ddp": "nnn",
     "zero1": "nng",
@@ -59,7 +59,7 @@ class ShardConfig:
         partition_size: Ranks of the scope ``"partition"``: ``"node"``, ``"world"``, a number of ranks,
             or ``"auto"``: the fewest whose states and buffers fit into the memory of each GPU; on CPUs, whose memory
             the ranks of a node share, a node or the fewest beyond it. Without a device: a node.
-        params: Scope of the parameters between uses: ``"none"`` (every rank keeps all of them),
+        params: Scope of the parameters between uses: ``"replicate"`` (every rank keeps all of them; also ``"none"``),
             ``"partition"``, ``"world"`` or a number of ranks. ``"auto"``, for this and the next two fields together,
             chooses the scopes whose communication takes the shortest time of those that fit into memory, and prints the
             choice and the reasons.
@@ -176,7 +176,9 @@ class ShardConfig:
     def __post_init__(self) -> None:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
         for name in _CHOSEN_TOGETHER:
-            _check_scope(name, getattr(self, name), words=("none", "partition", "world", "auto"))
+            if getattr(self, name) == "none":
+                object.__setattr__(self, name, "replicate")
+            _check_scope(name, getattr(self, name), words=("replicate", "partition", "world", "auto"))
         _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world", "auto"))
         _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
         self._check_hints()
@@ -348,9 +350,7 @@ class ShardConfig:
 
 def sum_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which gradients of a parameter of `dtype` are added: fp32, or wider."""
-    is_narrow = (  # also fp8, which torch does not promote
-        dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    )
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4  # also fp8, which torch does not promote
     return torch.float32 if is_narrow else torch.promote_types(dtype, torch.float32)
 
 

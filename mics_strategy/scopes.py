@@ -264,7 +264,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
             "`params`, `grads` and `optimizer` are 'auto', still to be chosen. Name the scopes, or let `shard()` "
             "choose them."
         )
-    words = {"none": 1, "node": per_node, "world": world_size}
+    words = {"replicate": 1, "node": per_node, "world": world_size}
     partition = per_node if config.partition_size == "auto" else _ranks_of(config.partition_size, words)
     words["partition"] = partition
     degrees = {name: _ranks_of(getattr(config, name), words) for name in ("params", "grads", "optimizer")}
@@ -363,7 +363,7 @@ def _check_differences(config: ShardConfig, scopes: Scopes) -> None:
             "between nodes"
         )
     elif scopes.params == 1:
-        problem = "`params='none'` keeps them whole, without a shard to add a difference to. Use params='partition'"
+        problem = "`params='replicate'` keeps them whole: no shard to add a difference to. Use params='partition'"
     elif scopes.params == scopes.optimizer:
         problem = (
             f"`params` and `optimizer` are both sharded over {scopes.params} ranks, so that no param sync sends them. "

@@ -10,7 +10,7 @@ import torch
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.errors import ConfigError, MiCSError
 
-LETTERS = {"n": "none", "i": "partition", "g": "world"}
+LETTERS = {"n": "replicate", "i": "partition", "g": "world"}
 SENSIBLE = ("nnn", "nni", "nng", "nii", "nig", "ngg", "ini", "ing", "iii", "iig", "igg", "gng", "gig", "ggg")
 REFUSED = [
     *[
@@ -41,6 +41,11 @@ def test_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"`{name}=")) as caught:
         ShardConfig(**{name: value})
     assert "Use " in str(caught.value)
+
+
+def test_none_is_another_word_for_replicate() -> None:
+    assert ShardConfig(params="none", grads="none", optimizer="none") == ShardConfig.preset("ddp")
+    assert ShardConfig(params="replicate", secondary_params="none").params == "replicate"
 
 
 def test_config_error_is_a_value_error_of_this_package() -> None:

@@ -11,7 +11,7 @@ from mics_strategy.version import check_torch, install_advice, package_version
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = [
-    *("torch<2.14,>=2.11", "safetensors>=0.5", 'accelerate<2,>=1.14; extra == "accelerate"'),
+    *("torch<2.16,>=2.11", "safetensors>=0.5", 'accelerate<2,>=1.14; extra == "accelerate"'),
     *('mics_strategy[accelerate]; extra == "recipes"', 'jinja2>=3.1; extra == "recipes"'),
     'PyYAML>=6; sys_platform == "linux" and extra == "recipes"',
 ]
@@ -34,18 +34,18 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_an_old_torch_is_refused(installed: dict[str, str]) -> None:
-    words = "mics_strategy 0.3.0 needs torch<2.14,>=2.11, and torch 2.9.1 is installed. Run `pip install 'torch<2.14,"
+    words = "mics_strategy 0.3.0 needs torch<2.16,>=2.11, and torch 2.9.1 is installed. Run `pip install 'torch<2.16,"
     with pytest.raises(ImportError, match=re.escape(words)):
         check_torch("2.9.1")
 
 
-@pytest.mark.parametrize("version", ["2.14.0a0+git1234", "3.0"])
+@pytest.mark.parametrize("version", ["2.16.0a0+git1234", "3.0"])
 def test_a_torch_that_nobody_has_tried_is_told(installed: dict[str, str], version: str) -> None:
     with pytest.warns(UserWarning, match=f"and torch {re.escape(version)} is installed. It may work"):
         check_torch(version)
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.0+cu132"])
 def test_others_are_taken_in_silence(installed: dict[str, str], version: str) -> None:
     check_torch(version)
 

@@ -405,7 +405,7 @@ def resolve_plugin(requested: Any, parallelism: Any) -> MiCSPlugin:
 
 def _is_partitioned(size: int, config: ShardConfig) -> bool:
     """Whether scopes of the configuration are partitions of that size."""
-    scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
-    if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:
+    scopes = {config.params, config.grads, config.optimizer, config.secondary_params} - {"none", "replicate"}
+    if size in (1, launch.num_processes()) and scopes <= ({"world"} if size > 1 else set()):
         return True
     return "partition" in scopes

@@ -280,7 +280,7 @@ class DesyncWatchdog:
             "evaluation, `generate()`, other forward, norm, gradient or `full_tensor()` of a parameter that some ranks "
             "alone run or read (`if rank == 0:`). Use one seed for layers that are skipped at random (LayerDrop). "
             "Where the data of a rank chooses experts, make the layer around them a unit, not each expert. Or keep "
-            "parameters whole with `params='none'`, where checkpoints of units that ranks skip must take "
+            "parameters whole with `params='replicate'`, where checkpoints of units that ranks skip must take "
             "`use_reentrant=False`."
         )
 

@@ -145,7 +145,7 @@ class ProcessGroups:
     def frozen_placement(self) -> ShardPlacement:
         """The placement of frozen parameters.
 
-        The degree is 1 with `params="none"`, as no optimizer shards them.
+        The degree is 1 with `params="replicate"`, as no optimizer shards them.
 
         Its device mesh has the same ranks as that of trainable parameters, so that one operation may use both.
         """

@@ -176,7 +176,7 @@ def _explain_resharded(error: RuntimeError) -> str | None:
         "attribute kept), or several units are recomputed together, or compiled autograd runs it. Return that tensor "
         "from the unit's forward, name the class of the inner module that returns it in `shard(units=...)`, keep the "
         "model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep parameters "
-        "unsharded with `params='none'`. Switch compiled autograd off."
+        "unsharded with `params='replicate'`. Switch compiled autograd off."
     )
 
 

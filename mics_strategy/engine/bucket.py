@@ -3,12 +3,12 @@
 Each level is a tensor that may be the same memory as the one before:
 
 - `master_shard`: this rank's shard at the optimizer scope, in the parameters' own dtype, which the optimizer updates.
-  Frozen parameters, which no optimizer updates, have their full tensors here where `params="none"`.
+  Frozen parameters, which no optimizer updates, have their full tensors here where `params="replicate"`.
 - `param_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master_shard` itself when
-  scope and dtype agree, and None where only the scope does, or with `params="none"`.
+  scope and dtype agree, and None where only the scope does, or with `params="replicate"`.
 - `secondary_shard`: a shard at a smaller scope, which the first all-gather after a change leaves for later ones; mostly
   None.
-- `unsharded`: the parameters themselves, in a slot, or with `params="none"` in memory of their own.
+- `unsharded`: the parameters themselves, in a slot, or with `params="replicate"` in memory of their own.
 
 `sync_params` goes from the first level to the second, once per optimizer step. `unshard` goes from the second or third
 to the last; where there is no second, it casts the first before every all-gather.
@@ -263,7 +263,7 @@ class Bucket:
         """Bring the stepped parameters to the parameter scope.
 
         Args:
-            flat: [full_numel] in the compute dtype; used with `params="none"`.
+            flat: [full_numel] in the compute dtype; used with `params="replicate"`.
             cast: [shard_numel] in the compute dtype; used where a sync changes the dtype and sends something.
 
         Returns:

@@ -167,7 +167,7 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
 def _persistent_params(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[UnshardedParams]:
-    """The parameters with `params="none"`.
+    """The parameters with `params="replicate"`.
 
     Their memory is the masters' own where those are whole and have the compute dtype.
     """

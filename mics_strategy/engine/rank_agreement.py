@@ -185,8 +185,8 @@ class DesyncCheck:
             f"Ranks ran different units, and their data is mixed up: {self._groups.first_mismatch()}. Go back to "
             "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
             "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
-            "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`, where "
-            "checkpoints of units that ranks skip must take `use_reentrant=False`."
+            "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='replicate'`, "
+            "where checkpoints of units that ranks skip must take `use_reentrant=False`."
         )
 
     def record(self, units: list[int]) -> None:

@@ -23,7 +23,7 @@ _REMEDY = (
     "A parameter was read while its unit was not unsharded. Something had kept it (a closure, a cache, an attribute, "
     "`ctx` of a Function, a saved-tensor hook), and its memory holds other values now. Read it inside of the forward "
     "of the layer that owns it, return or keep a copy (`weight.clone()`), make one unit of the layers that share it "
-    "(`shard(units=...)`), or keep parameters unsharded with `params='none'`."
+    "(`shard(units=...)`), or keep parameters unsharded with `params='replicate'`."
 )
 _REFUSED = "Cannot access data pointer of Storage that is invalid"  # torch's words
 _HEADER_BYTES = 64  # of torch's `StorageImpl`, up to its flags and no further

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mics_strategy.timeline import Timeline
 
 _SCOPES = ("params", "grads", "optimizer")
-_WORDS = ("none", "partition", "node", "world")
+_WORDS = ("none", "replicate", "partition", "node", "world")
 
 
 def parser() -> ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> ArgumentParser:
     add_workload_options(options)
     options.add_argument("--preset", default=None, help="mics, zero3, paro-iig, ...; default: the planner's choice")
     for name in _SCOPES:
-        options.add_argument(f"--{name}", default=None, help=f"scope of {name}: ranks, none, node or world")
+        options.add_argument(f"--{name}", default=None, help=f"scope of {name}: ranks, replicate, node or world")
     options.add_argument("--partition-size", default=None, help="ranks of a partition; default: a node")
     options.add_argument("--secondary", default=None, help="scope of the secondary copy of the parameters")
     options.add_argument("--weight-codec", default=None, help="codec of parameters: int8, int4")

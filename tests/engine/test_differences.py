@@ -206,7 +206,7 @@ def test_loaded_parameters_are_exact(ranks: RankPool, tmp_path: Path, how: str) 
 @pytest.mark.parametrize(
     ("preset", "options", "problem"),
     [
-        ("zero1", {}, "`params='none'` keeps them whole.*Use params='partition'"),
+        ("zero1", {}, "`params='replicate'` keeps them whole.*Use params='partition'"),
         ("zero3", {}, "both sharded over 4 ranks.*Shard `optimizer` over more ranks"),
         ("zeropp-hpz", {}, "`secondary_params='partition'`.*Use secondary_params='none' and `params` over 2 ranks"),
     ],

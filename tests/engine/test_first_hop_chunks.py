@@ -99,7 +99,7 @@ SHARED_LOOPS = ("always", "twice", "now and then")  # where parameters are shard
 @pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("preset", "name"),
-    [(p, n) for p, config in CONFIGS.items() for n in (LOOPS if config.params == "none" else SHARED_LOOPS)],
+    [(p, n) for p, config in CONFIGS.items() for n in (LOOPS if config.params == "replicate" else SHARED_LOOPS)],
 )
 def test_chunks_change_no_bit_and_need_less_memory(preset: str, name: str) -> None:
     config = CONFIGS[preset].replace(topology=Topology(ranks_per_node=2))

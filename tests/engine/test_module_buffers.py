@@ -139,7 +139,7 @@ def test_buffers_in_training_are_those_of_ddp(
 ) -> None:
     sizes = ranks(4, compare, name, accumulation, says, recomputes, ranks_per_node=2)
     changing = 2 * (4 * 6 * 4 + 8 * 6 + 6 + 4 * 4 * 2 + 8) + 2  # and a flag for each buffer that is not persistent
-    is_whole = CONFIGS[name].params == "none"
+    is_whole = CONFIGS[name].params == "replicate"
     num_sent = 4 if is_whole else 3 if says or accumulation == 1 else 3 * accumulation + 2
     assert sizes[0] == [changing] * num_sent  # without the tables, which were sent when the model was sharded
     assert sizes == [sizes[0]] * 4

@@ -15,7 +15,7 @@ from tests.engine.unusual import batch, built
 from tests.ranks import RankPool
 
 PRESETS = odd_product.on_four_ranks()
-UNSHARDED = [name for name, config in PRESETS.items() if config.params == "none"]
+UNSHARDED = [name for name, config in PRESETS.items() if config.params == "replicate"]
 
 
 def pair_names_and_settings(names: list[str], settings: dict[str, ShardConfig]) -> dict[str, Case]:

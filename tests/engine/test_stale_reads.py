@@ -172,7 +172,7 @@ def read_late(ctx: RankContext, way: str, preset: str) -> str:
 def test_a_late_read_is_refused(ranks: RankPool, way: str, preset: str) -> None:
     for error in ranks(2, read_late, way, preset):
         assert REFUSAL in error
-        assert "params='none'" in error
+        assert "params='replicate'" in error
 
 
 def train_on_kept(ctx: RankContext, preset: str) -> float:

@@ -47,7 +47,7 @@ def prepare_generation(
 def _raise_on_per_rank_method(*_: Any, **__: Any) -> NoReturn:
     raise LifecycleError(
         "Continuous batching (`generate_batch`) runs a different number of forwards on each rank, but ranks with "
-        "sharded parameters must run every forward together. Use `generate`, or set `params='none'`."
+        "sharded parameters must run every forward together. Use `generate`, or set `params='replicate'`."
     )
 
 
