@@ -8,8 +8,8 @@ makes one call for each of its tensors. The plain all-gather has no such fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -56,26 +56,29 @@ class ReplicaRandom:
         return ReplicaRandom(self._seed, index, devices[0])
 
     @contextmanager
-    def drawing(self, *, is_whole: bool = False) -> Iterator[None]:
+    def drawing(self, *, is_whole: bool = False, number: int | None = None) -> Iterator[None]:
         """Seed the generators inside, and restore their states afterwards.
 
         Ranks enter it equally often.
 
         Args:
             is_whole: Whether every rank draws a whole tensor, so that all seeds are equal.
+            number: Number that ranks have agreed on; None for one by the times that it was entered.
         """
-        states = self.begin(is_whole=is_whole)
+        states = self.begin(is_whole=is_whole, number=number)
         try:
             yield
         finally:
             self.end(states)
 
-    def begin(self, *, is_whole: bool = False) -> list[torch.Tensor]:
+    def begin(self, *, is_whole: bool = False, number: int | None = None) -> list[torch.Tensor]:
         """Seed the generators for the next draw. Returns their previous states."""
-        self.num_draws += 1
+        if number is None:
+            self.num_draws += 1
+            number = self._seed + _PRIME * self.num_draws
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
         index = -1 if is_whole else self._index
-        seed = ((self._seed + _PRIME * self.num_draws) * _PRIME + index) % _NUM_SEEDS
+        seed = (number * _PRIME + index) % _NUM_SEEDS
         torch.default_generator.manual_seed(seed)
         for device in self._devices:
             torch.cuda.default_generators[
@@ -165,29 +168,32 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local().new_empty(tensor.shape)  # gloo divides by the size
     if is_replicated(tensor):
         return DTensor.to_local(tensor)
-    with _watched(tensor, "gather"):
+    with _watched(tensor.device_mesh, f"gather of {_shape(tensor)}", _split_dims(tensor)):
         return _gather(tensor)
 
 
 def sum_parts(tensor: DTensor) -> DTensor:
     """The tensor of which ranks have parts, summed, or reduced as the parts ask for. Collective."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    with _watched(tensor, "reduction"):
+    with _watched(tensor.device_mesh, f"reduction of {_shape(tensor)}", _split_dims(tensor)):
         return DTensor.redistribute(tensor, placements=placements)
 
 
-@contextmanager
-def _watched(tensor: DTensor, kind: str) -> Iterator[None]:
-    """Watch what ranks do together that have different parts of a tensor, if that blocks the host."""
-    mesh = tensor.device_mesh
-    if tensor.device.type != "cpu" or mesh.size() == 1:
-        yield
-        return
-    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+def _split_dims(tensor: DTensor) -> list[int]:
+    """Dimensions of the mesh whose ranks have different parts of a tensor."""
+    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"a sharded tensor of shape {tuple(tensor.shape)}"
+
+
+def _watched(mesh: DeviceMesh, label: str, dims: Sequence[int] = ()) -> AbstractContextManager[None]:
+    """Watch what ranks of a mesh do together, if that blocks the host: of one dimension of it, or all of them."""
+    if mesh.device_type != "cpu" or mesh.size() == 1:
+        return nullcontext()
     ranks = dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
-    label = f"{kind} of a sharded tensor of shape {tuple(tensor.shape)}"
-    with call_watch(dist.get_rank()).watching(label, frozenset(ranks)):
-        yield
+    return call_watch(dist.get_rank()).watching(label, frozenset(ranks))
 
 
 def _gather(tensor: DTensor) -> torch.Tensor:
@@ -208,9 +214,24 @@ def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """
     total = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     total.copy_(tensor).div_(mesh.size())  # a gradient may have no memory (autograd's zeros) or expanded dimensions
-    for dim in range(mesh.ndim):
-        dist.all_reduce(total, group=mesh.get_group(dim))
+    with _watched(mesh, f"mean of tensors of shape {tuple(tensor.shape)}"):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dim))
     return total
+
+
+def agreed_number(tensor: DTensor) -> int:
+    """A random number, the same on all ranks of a tensor's mesh. Collective.
+
+    Every rank draws one from torch's default generator, and rank 0's is taken. So ranks may have different generators,
+    and seeding all of them again repeats the numbers.
+    """
+    mesh = tensor.device_mesh
+    number = torch.randint(_NUM_SEEDS, (1,)).to(mesh.device_type)
+    with _watched(mesh, f"random numbers for {_shape(tensor)}"):
+        for dim in range(mesh.ndim):
+            dist.broadcast(number, group=mesh.get_group(dim), group_src=0)
+    return int(number)
 
 
 def are_equal(one: DTensor, other: DTensor) -> bool:
@@ -223,8 +244,10 @@ def have_equal_values(tensor: DTensor) -> bool:
     """Whether a replicated tensor is the same on all ranks. Collective."""
     local = full_tensor(tensor).reshape(-1)
     bounds = torch.cat([local, -local])
-    for dim in range(tensor.device_mesh.ndim):
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, tensor.device_mesh.get_group(dim))
+    mesh = tensor.device_mesh
+    with _watched(mesh, "comparison of a loss of sharded tensors alone"):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(dim))
     return not bool((bounds != torch.cat([local, -local])).logical_and(bounds == bounds).any())
 
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.placement import (
+    agreed_number,
     are_equal,
     full_tensor,
     have_equal_values,
@@ -112,6 +113,11 @@ class ExactDTensor(PythonValues, DTensor):
             self.mics_memory.watch(self.mics_label, getattr(value, "_local_tensor", value), self.numel())
             if alike is not None:
                 self.mics_memory.give(alike, self)
+
+    @override
+    def data_ptr(self) -> int:
+        """Address of this rank's part, or another number that only its aliases share where that part is empty."""
+        return self._local_tensor.data_ptr() or id(self._local_tensor)
 
     def mics_before_read(self) -> None:
         """See `TensorMemory.before_read`."""
@@ -312,12 +318,17 @@ def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         LifecycleError: It does.
     """
     tensor = args[0]
+    if not isinstance(tensor, ExactDTensor):
+        raise LifecycleError(
+            f"`{func._schema.name}` would give a plain tensor the memory of a sharded one, of which this rank has a "
+            "part. Copy the values: `tensor.copy_(parameter.full_tensor())`."
+        )
     if tensor.mics_memory is not None or tensor.mics_gathered is not None:
         raise LifecycleError(
             f"`{func._schema.name}` would change the shape of a sharded tensor in place, for which it has no memory. "
             "Compute a new tensor: call the operation without the trailing underscore."
         )
-    tensor.__class__ = DTensor  # torch changes the shape of the object itself
+    cast("Any", tensor).__class__ = DTensor  # torch changes the shape of the object itself
     try:
         func(*args, **kwargs)
     finally:
@@ -372,7 +383,8 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like
     wholes = _Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-    with like.mics_random.drawing(is_whole=True) if has_common_seed else nullcontext():
+    number = agreed_number(like) if has_common_seed else None
+    with nullcontext() if number is None else like.mics_random.drawing(is_whole=True, number=number):
         result = func(*whole_args, **whole_kwargs)
     wholes.keep_parts(written_by(func, args, kwargs))
     result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
@@ -409,9 +421,9 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
-    """Draw numbers into shards: equal ones on replicas, others on other shards."""
+    """Draw numbers into shards: equal ones on replicas, others on other shards. Collective."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
-    with like.mics_random.drawing(is_whole=is_replicated(like)):
+    with like.mics_random.drawing(is_whole=is_replicated(like), number=agreed_number(like)):
         drawn = func(*local_args, **local_kwargs)
     return as_exact(like_tensor(drawn, like), like.mics_random)
 

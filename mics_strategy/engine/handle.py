@@ -96,7 +96,8 @@ class Sharded:
     @cached_property
     def _names_by_id(self) -> dict[int, str]:
         """Names of the sharded parameters, by id."""
-        return {id(sharded): sharded.mics_name for sharded in self.internals.parameters}
+        slices = (param_slice for unit in self._units for b in unit.buckets for param_slice in b.layout.param_slices)
+        return {id(sharded): own.name for sharded, own in zip(self.internals.parameters, slices, strict=True)}
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a method run as a forward does: with unsharded parameters, on every rank.

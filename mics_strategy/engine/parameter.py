@@ -7,6 +7,7 @@ ranks in any training loop. Setting `grad` to None clears the accumulators.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import WriteCount
 
 _new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
+_numbers = itertools.count()
 fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
 """Context that reads attributes of these tensors without a search for `__torch_function__` in their class."""
 
@@ -62,6 +64,7 @@ class ShardedParameter(ExactDTensor):
         mics_memory: Its memory, with the writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
         mics_index: Index of this rank's shard.
+        mics_number: Number of the parameter among all of this process.
         raw_grad: Autograd's own gradient slot. Reading it finishes no reduction, setting it clears nothing.
     """
 
@@ -71,6 +74,7 @@ class ShardedParameter(ExactDTensor):
     mics_memory: TensorMemory
     mics_slice: ParamSlice
     mics_index: int
+    mics_number: int
     raw_grad = torch.Tensor.grad  # the descriptor under the property below
 
     @property
@@ -105,6 +109,10 @@ class ShardedParameter(ExactDTensor):
         self.grad = None
 
     _grad = grad  # torch's other name of it
+
+    @override
+    def __hash__(self) -> int:
+        return self.mics_number  # not an address: sets of parameters have one order on all ranks
 
     @property
     @override
@@ -198,6 +206,7 @@ def make_sharded_parameter(
     if requires_grad:
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, tensor))  # keeps no parameter
     sharded.mics_memory = TensorMemory(writes)
+    sharded.mics_number = next(_numbers)
     return sharded
 
 

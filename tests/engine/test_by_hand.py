@@ -158,6 +158,32 @@ def parts_are_written_after_an_evaluation(model: Model) -> None:
 
 
 @torch.no_grad()
+def noise_is_taken_back_by_its_seed(model: Model) -> None:
+    for sign in (1, -1):
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) + torch.nn.functional.dropout(parameter * 0 + 1), alpha=sign)
+    state = torch.get_rng_state()
+    model.head.weight.add_(torch.rand_like(model.head.weight))
+    torch.set_rng_state(state)
+    model.head.weight.sub_(torch.rand_like(model.head.weight))
+
+
+@torch.no_grad()
+def parameters_are_walked_as_a_set(model: Model) -> None:
+    for parameter in set(model.parameters()):
+        parameter.mul_(1 / (1 + 0.1 * parameter.norm()))
+
+
+@torch.no_grad()
+def parameters_are_kept_by_address(model: Model) -> None:
+    by_address = {parameter.data_ptr(): parameter for parameter in (*model.parameters(), *model.parameters())}
+    for parameter in by_address.values():
+        parameter.mul_(0.9)
+    assert model.head.weight.data.data_ptr() == model.head.weight.data_ptr()
+
+
+@torch.no_grad()
 def views_follow_their_parameter(model: Model) -> None:
     weight = model.layers[0].weight
     row, rows = weight[6], weight[2:6]
@@ -336,6 +362,9 @@ BEFORE_STEPS = (
 AFTER_STEPS = (
     rows_are_written,
     parts_are_written_after_an_evaluation,
+    noise_is_taken_back_by_its_seed,
+    parameters_are_walked_as_a_set,
+    parameters_are_kept_by_address,
     views_follow_their_parameter,
     vector_is_written,
     weights_are_renormalised,

@@ -159,6 +159,26 @@ def _read_on_rank_0(ctx: RankContext, preset: str, read: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def _weights_alone_on_rank_1(ctx: RankContext, preset: str) -> None:
+    model = Layers()
+    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch.object(watched_work, "STALL_CHECK_S", 0.3):
+        for step in range(2):
+            loss = model(torch.ones(2, 6), STRAIGHT).sum()
+            if (ctx.rank, step) == (1, 1):  # as of a batch that is skipped
+                loss = torch.stack([parameter.sum() for parameter in model.parameters()]).sum() * 0
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "mics"])
+def test_a_loss_of_weights_on_one_rank_alone_is_told_on_every_rank(ranks: RankPool, preset: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(2, _weights_alone_on_rank_1, preset, ranks_per_node=2, timeout_s=20.0)
+    assert [type(error) for error in failure.value.by_rank.values()] == [LifecycleError] * 2
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("preset", ["zero3", "mics"])
 def test_a_value_that_one_rank_alone_reads_is_told_on_every_rank(ranks: RankPool, preset: str, read: str) -> None:

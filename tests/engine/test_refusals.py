@@ -161,6 +161,16 @@ def lazy_parameter(ctx: RankContext) -> None:
     shard(nn.Sequential(nn.LazyLinear(3)))
 
 
+def gradient_of_before(ctx: RankContext) -> None:
+    model = models.mlp().build()
+    model(torch.ones(2, model[0].in_features)).sum().backward()
+    shard(model)
+
+
+def plain_tensor_on_a_part(ctx: RankContext) -> None:
+    torch.zeros(2).set_(_mlp()[0].weight.data)
+
+
 def gradient_hook_before(ctx: RankContext) -> None:
     model = models.mlp().build()
     model[0].weight.register_hook(lambda grad: grad)
@@ -533,6 +543,8 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (complex_parameter, ConfigError, r"`0` is complex"),
     (dtensor_parameter, ConfigError, r"`0` is a DTensor.*Shard the plain model"),
     (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialize"),
+    (gradient_of_before, ConfigError, r"`0.weight` has a gradient of a backward before.*zero_grad"),
+    (plain_tensor_on_a_part, LifecycleError, r"a plain tensor the memory of a sharded one.*full_tensor"),
     (gradient_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (accumulated_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (node_hook_before, ConfigError, r"`0.weight` has gradient hooks"),

@@ -353,11 +353,11 @@ def _check_locality(optimizer: Optimizer, localities: list[UpdateLocality], opti
     if UpdateLocality.GLOBAL in localities:
         raise ConfigError(
             f"{name} couples parameters: the update of one tensor depends on other tensors. Each rank steps on its own "
-            f"shards only. Use {_ELEMENTWISE}, or replicate the optimizer states with `optimizer='none'`."
+            f"shards only. Use {_ELEMENTWISE}, or replicate all states with the preset 'ddp'."
         )
     if UpdateLocality.PER_TENSOR in localities and optimizer_layout == "rows":
         raise ConfigError(
             f"{name} needs whole tensors, but each rank holds rows of them. Assign whole tensors to ranks with "
-            "`optimizer_layout='tensors'`, replicate the optimizer states with `optimizer='none'`, or use "
+            "`optimizer_layout='tensors'`, replicate all states with the preset 'ddp', or use "
             f"{_ELEMENTWISE}."
         )

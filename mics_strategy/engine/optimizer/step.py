@@ -85,7 +85,7 @@ class StepHooks:
             raise ConfigError(
                 f"`{type(optimizer).__name__}.step` calls the step of its parent class, which runs the hooks of steps "
                 "again. They need gradients that are on the owners of whole tensors. Remove the step hooks and act "
-                "before or after `step()`, or replicate the optimizer states with `optimizer='none'`."
+                "before or after `step()`, or replicate all states with the preset 'ddp'."
             )
         swap.sync_owned()
 

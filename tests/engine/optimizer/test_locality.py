@@ -51,7 +51,7 @@ def test_classes_are_known_by_name(make: Callable[..., Optimizer], expected: Upd
 def test_a_class_that_is_not_known_is_refused(make: Callable[..., Optimizer]) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"{make.__name__}` depends.*update_locality='element'.*='tensor'.*_layout='tensors'.*optimizer='none'",
+        match=f"{make.__name__}` depends.*update_locality='element'.*='tensor'.*_layout='tensors'.*'ddp'",
     ):
         locality_of(make)
 
