@@ -53,7 +53,7 @@ FRAMEWORKS = {
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "comm/transport.py": ("*",),
-    "comm/placement.py": ("all_gather", "all_reduce"),
+    "comm/placement.py": ("all_gather", "all_reduce", "broadcast"),
     "comm/consensus.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,

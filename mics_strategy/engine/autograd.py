@@ -32,7 +32,8 @@ from torch._guards import CompileContext
 from torch.autograd.graph import Node
 from typing_extensions import override
 
-from mics_strategy.engine.exact_dtensor import check_losses
+from mics_strategy.comm.placement import have_equal_values
+from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.parameter import GradientLink, ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
@@ -78,7 +79,7 @@ class UnshardedParameter(nn.Parameter):
         if sharded is not None and torch._C._current_graph_task_id() != -1:
             raise LifecycleError(
                 f"The gradient of `{sharded.mics_name}` was read or set in a backward, before ranks have reduced it. "
-                "Do it after the backward, or take the gradient of this rank in `parameter.register_hook`."
+                "Do it after the backward, or, in a forward, take this rank's by `module.weight.register_hook`."
             )
         return sharded
 
@@ -173,10 +174,11 @@ def _explain_resharded(error: RuntimeError) -> str | None:
     return (
         f"A backward needed the parameters of unit `{owner.unit}` when they were not unsharded. Either it has entered "
         "the unit other than through the tensors that the unit's forward had returned (through one that a hook or an "
-        "attribute kept), or several units are recomputed together, or compiled autograd runs it. Return that tensor "
-        "from the unit's forward, name the class of the inner module that returns it in `shard(units=...)`, keep the "
-        "model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep parameters "
-        "unsharded with `params='replicate'`. Switch compiled autograd off."
+        "attribute kept), or several units are recomputed together, or a second derivative goes through several units "
+        "(`create_graph=True`, `torch.func`), or compiled autograd runs it. Return that tensor from the unit's "
+        "forward, name the class of the inner module that returns it in `shard(units=...)`, keep the model's output "
+        "in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep parameters unsharded with "
+        "`params='replicate'`. Switch compiled autograd off."
     )
 
 
@@ -265,6 +267,21 @@ def _wrapped(original: Function) -> Function:
 
     run_backward.mics_wraps = original  # type: ignore[attr-defined]
     return run_backward
+
+
+def check_losses(outputs: Iterable[torch.Tensor]) -> None:
+    """Check losses of sharded tensors alone, where a backward begins. Collective if there are any.
+
+    Raises:
+        LifecycleError: Ranks have other losses, of which no mean would be taken.
+    """
+    for output in outputs:
+        if isinstance(output, ExactDTensor) and output.dim() == 0 and not have_equal_values(output):
+            raise LifecycleError(
+                "This loss of sharded tensors alone differs between ranks, perhaps by a factor, and no mean of its "
+                "gradients is taken. Make the factor a tensor (`torch.tensor(factor)`), or compute the loss of "
+                "`parameter.full_tensor()`."
+            )
 
 
 def _in_graph(sharded: Iterable[ShardedParameter]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ Operations that gather are collective. Like every DTensor operation that communi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +34,6 @@ from mics_strategy.comm.placement import (
     agreed_number,
     are_equal,
     full_tensor,
-    have_equal_values,
     is_partial,
     is_replicated,
     like_tensor,
@@ -208,21 +207,6 @@ class ExactDTensor(PythonValues, DTensor):
 _foreach_supported_types.append(cast("Any", ExactDTensor))
 
 
-def check_losses(outputs: Iterable[torch.Tensor]) -> None:
-    """Check losses of sharded tensors alone, where a backward begins. Collective if there are any.
-
-    Raises:
-        LifecycleError: Ranks have other losses, of which no mean would be taken.
-    """
-    for output in outputs:
-        if isinstance(output, ExactDTensor) and output.dim() == 0 and not have_equal_values(output):
-            raise LifecycleError(
-                "This loss of sharded tensors alone differs between ranks, perhaps by a factor, and no mean of its "
-                "gradients is taken. Make the factor a tensor (`torch.tensor(factor)`), or compute the loss of "
-                "`parameter.full_tensor()`."
-            )
-
-
 def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:
     """Let a DTensor be an `ExactDTensor`, in place.
 
@@ -325,8 +309,8 @@ def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     if tensor.mics_memory is not None or tensor.mics_gathered is not None:
         raise LifecycleError(
-            f"`{func._schema.name}` would change the shape of a sharded tensor in place, for which it has no memory. "
-            "Compute a new tensor: call the operation without the trailing underscore."
+            f"`{func._schema.name}` would change the shape or the memory of a sharded tensor in place. Compute a new "
+            "tensor, or copy the values (`parameter.data.copy_(values)`)."
         )
     cast("Any", tensor).__class__ = DTensor  # torch changes the shape of the object itself
     try:

@@ -76,8 +76,8 @@ class ForwardCall:
     graph_task: int = -1
 
     def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether this or a later forward computed a tensor, not just passed it through."""
-        return tensor.grad_fn is None or self.has_added(tensor.grad_fn)
+        """Whether this or a later forward computed a tensor, not just passed it through, as a leaf."""
+        return tensor.grad_fn is not None and self.has_added(tensor.grad_fn)
 
     def has_added(self, node: Node) -> bool:
         """Whether this forward, or a later one, added a node to autograd's graph."""

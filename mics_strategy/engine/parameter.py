@@ -66,6 +66,7 @@ class ShardedParameter(ExactDTensor):
         mics_index: Index of this rank's shard.
         mics_number: Number of the parameter among all of this process.
         raw_grad: Autograd's own gradient slot. Reading it finishes no reduction, setting it clears nothing.
+        raw_version: Torch's own count of writes.
     """
 
     mics_name: str
@@ -75,7 +76,8 @@ class ShardedParameter(ExactDTensor):
     mics_slice: ParamSlice
     mics_index: int
     mics_number: int
-    raw_grad = torch.Tensor.grad  # the descriptor under the property below
+    raw_grad = torch.Tensor.grad  # the descriptors under the properties below
+    raw_version = torch.Tensor._version
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -109,6 +111,11 @@ class ShardedParameter(ExactDTensor):
         self.grad = None
 
     _grad = grad  # torch's other name of it
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Number that grows with each write, also one of an optimizer, which writes to this rank's part."""
+        return int(self.raw_version + self._local_tensor._version + self.mics_memory.writes.num)
 
     @override
     def __hash__(self) -> int:

@@ -23,7 +23,6 @@ from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.schedule import reduces_every_unit
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
@@ -32,6 +31,7 @@ from mics_strategy.errors import LifecycleError
 if TYPE_CHECKING:
     from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
     from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.reducer import BackwardCount, Reducer
 
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -256,7 +256,6 @@ class Engine:
         """
         levels = (level for tensor in tensors for level in levels_of(tensor))
         made = [level for level in levels if level.requires_grad and call.has_made(level)]
-        made = [tensor for tensor in made if not isinstance(tensor, ShardedParameter)]  # another unit's, which is leaf
         if not made or not torch.is_grad_enabled():
             return False
         for tensor in made:

@@ -71,6 +71,14 @@ def weight_of_a_layer_is_returned(model: Model, x: Tensor) -> Tensor:
     return y.square().mean() + (weight.sum(1) * y.mean()).sum()
 
 
+def leaves_are_returned(model: Model, x: Tensor) -> Tensor:
+    delta = model.__dict__.setdefault("delta", torch.ones(4, dtype=x.dtype, requires_grad=True))  # kept for all steps
+    handle = model.register_forward_hook(lambda module, _, y: (y, module.scale, delta))
+    y, scale, leaf = model(x)
+    handle.remove()
+    return (y * leaf).square().mean() + scale.square() * y.mean()
+
+
 def fast_weights(model: Model, x: Tensor) -> Tensor:
     weight = whole(model.head.weight)
     inner = (model(x) @ weight.t()).square().mean()
@@ -167,6 +175,17 @@ def noise_is_taken_back_by_its_seed(model: Model) -> None:
     model.head.weight.add_(torch.rand_like(model.head.weight))
     torch.set_rng_state(state)
     model.head.weight.sub_(torch.rand_like(model.head.weight))
+
+
+@torch.no_grad()
+def version_tells_of_a_step(model: Model) -> None:
+    kept = model.__dict__.setdefault("versions", {})
+    for name, parameter in model.named_parameters():
+        assert parameter._version > kept.get(name, -1)
+        kept[name] = parameter._version
+        parameter.mul_(0.9)
+        assert parameter._version > kept[name]
+        kept[name] = parameter._version
 
 
 @torch.no_grad()
@@ -341,6 +360,7 @@ LOSSES = (
     penalty_of_rows,
     rows_looked_up,
     weight_of_a_layer_is_returned,
+    leaves_are_returned,
     fast_weights,
 )
 BEFORE_STEPS = (
@@ -363,6 +383,7 @@ AFTER_STEPS = (
     rows_are_written,
     parts_are_written_after_an_evaluation,
     noise_is_taken_back_by_its_seed,
+    version_tells_of_a_step,
     parameters_are_walked_as_a_set,
     parameters_are_kept_by_address,
     views_follow_their_parameter,
