@@ -122,7 +122,7 @@ def test_coalesced_training_equals_plain_with_one_launch_for_a_unit(preset: str)
         assert_same(outcome.grads[-1], trace.grads[-1])
         assert_same(outcome.parameters, trace.parameters)
     assert counts["all_gather_coalesced"]
-    assert bool(counts["reduce_scatter_coalesced"]) is (run.config.grads != "none")
+    assert bool(counts["reduce_scatter_coalesced"]) is (run.config.grads != "replicate")
 
 
 @pytest.mark.wide

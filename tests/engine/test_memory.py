@@ -125,7 +125,7 @@ def _numel_by_unit(case: models.Case, ranks: int) -> list[int]:
 def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset)
     [(purposes, _), *_] = ranks(4, memory_by_purpose, Run(case=models.transformer, config=config), ranks_per_node=2)
-    words = {"none": 1, "partition": 2, "world": 4}
+    words = {"replicate": 1, "partition": 2, "world": 4}
     params, grads, optimizer = (words[scope] for scope in (config.params, config.grads, config.optimizer))
     flat_bytes = 4 * _flat_numel(models.transformer(), optimizer)
     assert purposes["master shards"] == flat_bytes // optimizer
@@ -140,7 +140,7 @@ def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> N
 def test_parameters_in_another_dtype_are_kept_only_where_fewer_ranks_share_them(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset, param_dtype="bfloat16")
     [(purposes, _), *_] = ranks(4, memory_by_purpose, Run(case=models.transformer, config=config), ranks_per_node=2)
-    words = {"none": 1, "partition": 2, "world": 4}
+    words = {"replicate": 1, "partition": 2, "world": 4}
     params, optimizer = words[config.params], words[config.optimizer]
     flat_bytes = 2 * _flat_numel(models.transformer(), optimizer)
     assert purposes.get("parameter shards", 0) == (flat_bytes // params if 1 < params < optimizer else 0)
