@@ -31,7 +31,7 @@ _OTHER_PLUGINS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
 HINT_OFFLOAD = "Offloading is not available. Shard over more ranks (`partition_size`)."
-HINT_RESHARD = "To keep parameters unsharded, use `fsdp_sharding_strategy: {params: none}`."
+HINT_RESHARD = "To keep parameters unsharded, use `fsdp_sharding_strategy: {params: replicate}`."
 HINT_IGNORED = "Every parameter is sharded. Freeze the parameters that shall not be trained."
 HINT_ACTIVATIONS = "Activations stay on the device. Remove the option."
 # Options of FSDP that are not supported: variable -> (its default, what to do).

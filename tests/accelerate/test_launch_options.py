@@ -146,7 +146,7 @@ REFUSED = {
     "the same as a preset": (f"{STRATEGY}{{preset: HYBRID_SHARD}}", "HYBRID_SHARD"),
     "offload": ("  fsdp_offload_params: true", "fsdp_offload_params: true.*Shard over more ranks"),
     "ignored modules": ("  fsdp_ignored_modules: head.*", "fsdp_ignored_modules.*Freeze"),
-    "kept parameters": ("  fsdp_reshard_after_forward: false", "fsdp_reshard_after_forward.*params: none"),
+    "kept parameters": ("  fsdp_reshard_after_forward: false", "fsdp_reshard_after_forward.*params: replicate"),
     "another rule": ("  fsdp_reshard_after_forward: SHARD_GRAD_OP", "fsdp_reshard_after_forward"),
     "activations on the CPU": (
         "  fsdp_activation_checkpointing: true\n  fsdp_activation_checkpointing_offload: true",

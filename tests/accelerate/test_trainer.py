@@ -238,7 +238,7 @@ REFUSED = {
         ConfigError,
         "cpu_offload.*Offloading is not available",
     ),
-    "keeping": ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, ConfigError, "params: none"),
+    "keeping": ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, ConfigError, "params: replicate"),
     "Adafactor": ({"optim": "adafactor"}, ConfigError, "Adafactor needs whole tensors"),
     "evaluation in bf16": ({"bf16_full_eval": True}, LifecycleError, "cannot become torch.bfloat16"),
 }
