@@ -205,7 +205,8 @@ def sharded_otherwise(ctx: RankContext) -> None:
 
 def test_another_trainer_that_would_shard_otherwise_is_refused(ranks: RankPool) -> None:
     message = (
-        "with params=world, grads=world, activation_checkpointing=False, and cannot be sharded again with params=replicate"
+        "with params=world, grads=world, activation_checkpointing=False, and cannot be sharded again with "
+        "params=replicate"
     )
     raises_on_every_rank(lambda: run(ranks, 2, sharded_otherwise), ConfigError, message)
 
