@@ -268,17 +268,12 @@ def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) ->
     Raises:
         LifecycleError: A parameter changed. The error names the first one.
     """
-    by_id, seen = dict[int, nn.Parameter](), set[int]()
-    modules: list[nn.Module | None] = [model]
-    for module in modules:  # in every step, so without the generators of `model.modules()`
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            modules += module._modules.values()
-            by_id |= {id(p): p for p in module._parameters.values() if p is not None}
-    are_sharded = by_id.keys() == names_by_id.keys() and set(map(type, by_id.values())) <= {ShardedParameter}
-    if are_sharded and list(map(names_by_id.get, by_id)) == list(map(attrgetter("mics_name"), by_id.values())):
-        return True
     present = dict(model.named_parameters())
+    parameters = present.values()
+    known = list(map(names_by_id.get, map(id, parameters)))  # in every step, so the loops are C's
+    are_sharded = len(known) == len(names_by_id) and set(map(type, parameters)) <= {ShardedParameter}
+    if are_sharded and known == list(map(attrgetter("mics_name"), parameters)):
+        return True
     if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
         return False  # lent tensors; a module raises when a plain tensor is assigned to a parameter
     for name, parameter in present.items():
