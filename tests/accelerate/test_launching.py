@@ -75,7 +75,7 @@ def test_an_unchanged_script_runs_with_flags_that_outrank_the_file(tmp_path: Pat
         assert (each["processes"], each["precision"]) == (2, "bf16")
         assert (each["config"]["optimizer"], each["config"]["params"], each["config"]["prefetch"]) == (
             "world",
-            "none",
+            "replicate",
             "2",
         )
         assert each["arguments"] == [str(tmp_path), "--num_processes", "7", "-m", "fast"]
