@@ -39,16 +39,13 @@ class ReplicaRandom:
         seed: Seed, the same on all ranks.
         index: Index of the shard; the same on its replicas.
         device: Device of the shards.
-
-    Attributes:
-        num_draws: Times that `drawing` was entered.
     """
 
     def __init__(self, seed: int, index: int, device: torch.device) -> None:
         self._seed = seed
         self._index = index
         self._devices = [device] if device.type == "cuda" else []
-        self.num_draws = 0
+        self._num_draws = 0
 
     def for_shard(self, index: int) -> ReplicaRandom:
         """Seeds of the same job for another shard."""
@@ -56,26 +53,27 @@ class ReplicaRandom:
         return ReplicaRandom(self._seed, index, devices[0])
 
     @contextmanager
-    def drawing(self, *, is_whole: bool = False, number: int | None = None) -> Iterator[None]:
+    def drawing(self, number: int, *, is_whole: bool = False) -> Iterator[None]:
         """Seed the generators inside, and restore their states afterwards.
 
-        Ranks enter it equally often.
-
         Args:
+            number: Number that ranks have agreed on.
             is_whole: Whether every rank draws a whole tensor, so that all seeds are equal.
-            number: Number that ranks have agreed on; None for one by the times that it was entered.
         """
-        states = self.begin(is_whole=is_whole, number=number)
+        states = self.begin(number, is_whole=is_whole)
         try:
             yield
         finally:
             self.end(states)
 
-    def begin(self, *, is_whole: bool = False, number: int | None = None) -> list[torch.Tensor]:
-        """Seed the generators for the next draw. Returns their previous states."""
+    def begin(self, number: int | None = None, *, is_whole: bool = False) -> list[torch.Tensor]:
+        """Seed the generators. Returns their previous states.
+
+        Ranks call it equally often without a number: it counts these calls.
+        """
         if number is None:
-            self.num_draws += 1
-            number = self._seed + _PRIME * self.num_draws
+            self._num_draws += 1
+            number = self._seed + _PRIME * self._num_draws
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
         index = -1 if is_whole else self._index
         seed = (number * _PRIME + index) % _NUM_SEEDS
@@ -225,9 +223,11 @@ def agreed_number(tensor: DTensor) -> int:
 
     Every rank draws one from torch's default generator, and rank 0's is taken. So ranks may have different generators,
     and seeding all of them again repeats the numbers.
+
+    Cost: a broadcast of 8 bytes over each axis of the mesh, for which the host waits.
     """
     mesh = tensor.device_mesh
-    number = torch.randint(_NUM_SEEDS, (1,)).to(mesh.device_type)
+    number = torch.randint(_NUM_SEEDS, (1,), device="cpu").to(mesh.device_type)
     with _watched(mesh, f"random numbers for {_shape(tensor)}"):
         for dim in range(mesh.ndim):
             dist.broadcast(number, group=mesh.get_group(dim), group_src=0)

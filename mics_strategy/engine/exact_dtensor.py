@@ -368,7 +368,7 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     number = agreed_number(like) if has_common_seed else None
-    with nullcontext() if number is None else like.mics_random.drawing(is_whole=True, number=number):
+    with nullcontext() if number is None else like.mics_random.drawing(number, is_whole=True):
         result = func(*whole_args, **whole_kwargs)
     wholes.keep_parts(written_by(func, args, kwargs))
     result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
@@ -407,7 +407,7 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
     """Draw numbers into shards: equal ones on replicas, others on other shards. Collective."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
-    with like.mics_random.drawing(is_whole=is_replicated(like), number=agreed_number(like)):
+    with like.mics_random.drawing(agreed_number(like), is_whole=is_replicated(like)):
         drawn = func(*local_args, **local_kwargs)
     return as_exact(like_tensor(drawn, like), like.mics_random)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import WriteCount
 
 _new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
-_numbers = itertools.count()
+_numbers = itertools.count(1 << 40)  # above what scripts have as keys beside parameters, below addresses
 fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
 """Context that reads attributes of these tensors without a search for `__torch_function__` in their class."""
 

@@ -109,7 +109,7 @@ def test_units_run_forward_and_backward_in_the_order_that_spies_see(ranks: RankP
 
 
 def reductions_by_step(ctx: RankContext) -> list[int]:
-    """Job: recorded reductions of two steps, between which the codec of gradients goes off."""
+    """Job: recorded reductions of three steps, before the last of which the codec of gradients goes off."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     options = {"grad_codec": "int8", "grad_codec_until": 0.5, "training_steps": 4}
     sharded = shard(model, ShardConfig.preset("mics", topology=NODES, **options), units=[nn.Linear])

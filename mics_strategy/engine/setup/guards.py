@@ -76,7 +76,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
             f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialize or unwrap the model before "
             "`shard()`."
         )
-    if parameter.grad is not None and not parameter.is_meta and bool(parameter.grad.any()):
+    grad = parameter.grad
+    if grad is not None and not grad.is_meta and (grad.layout is not torch.strided or bool(grad.any())):
         raise ConfigError(
             f"`{name}` has a gradient of a backward before `shard()`, which would be lost. Step with it or clear it "
             "(`model.zero_grad()`) first."
