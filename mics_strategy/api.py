@@ -24,6 +24,7 @@ from mics_strategy.engine.build import (
     build_units,
     make_bucket_specs,
 )
+from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
@@ -146,6 +147,7 @@ def _checked(
     arguments = {
         **resolved.describe(),
         "model": guards.model_fingerprint(model),
+        "gradients of before": guards.gradients_fingerprint(model),
         "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
         "cluster": device_of_rank.cluster,
@@ -208,9 +210,18 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, engine.reset_after_error)
     guards.mark_sharded(model, sharded)
+    _take_over_gradients(modules, sharded)
     retire((entry.name, entry.parameter) for module in modules for entry in module.parameters)
     prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)
     if context.device.type == "cuda":
         context.groups.resources.connect()
     context.groups.traffic_log.drain()
     return sharded
+
+
+def _take_over_gradients(modules: list[UnitSpec], sharded: Sharded) -> None:
+    """Give sharded parameters the mean of the ranks' gradients of before, to which the next backward adds."""
+    for plain in (entry.parameter for module in modules for entry in module.parameters):
+        own = sharded.internals.sharded_param_for(plain)
+        if own is not None and plain.grad is not None and plain.requires_grad:
+            own.grad = mean_gradient(plain.grad.to(sharded.device).to_dense(), own)

@@ -449,6 +449,27 @@ def test_what_a_script_does_by_hand_trains_as_one_process(ranks: RankPool, prese
     ranks(4, train_both, preset, name, ranks_per_node=2)
 
 
+def train_after_a_backward(ctx: RankContext, preset: str) -> None:
+    """Train with gradients of a backward before `shard()`, and in one plain process; compare."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    sharded = copy.deepcopy(plain)
+    plain_loss(sharded, _batch(9, ctx.rank)).backward()
+    torch.stack([plain_loss(plain, _batch(9, rank)) for rank in range(ctx.world_size)]).mean().backward()
+    shard(sharded, ShardConfig.preset(preset))
+    loop = (plain_loss, None, None)
+    found = _train(sharded, loop, lambda model, step: [plain_loss(model, _batch(step, ctx.rank))])
+    expected = _train(
+        plain, loop, lambda model, step: [plain_loss(model, _batch(step, rank)) for rank in range(ctx.world_size)]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_of_a_backward_before_count_in_the_first_step(ranks: RankPool, preset: str) -> None:
+    ranks(4, train_after_a_backward, preset, ranks_per_node=2)
+
+
 def draw(ctx: RankContext, preset: str) -> list[Tensor]:
     """Draw into parameters in several ways, after ranks have drawn different numbers of numbers."""
     model = Model()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import MethodType
@@ -76,12 +77,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
             f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialize or unwrap the model before "
             "`shard()`."
         )
-    grad = parameter.grad
-    if grad is not None and not grad.is_meta and (grad.layout is not torch.strided or bool(grad.any())):
-        raise ConfigError(
-            f"`{name}` has a gradient of a backward before `shard()`, which would be lost. Step with it or clear it "
-            "(`model.zero_grad()`) first."
-        )
     if parameter.requires_grad and parameter.is_complex():
         raise ConfigError(
             f"`{name}` is complex. Reductions do not support complex dtypes. Keep its real and imaginary parts as two "
@@ -111,6 +106,12 @@ def model_fingerprint(module: nn.Module) -> str:
     """A short text, equal on ranks with the same parameters in the same order."""
     lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in module.named_parameters()]
     return f"{len(lines)} parameters, digest {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def gradients_fingerprint(module: nn.Module) -> str:
+    """A short text, equal on ranks whose parameters have gradients in the same places."""
+    names = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    return f"{len(names)}, digest {zlib.crc32(' '.join(names).encode()):x}"
 
 
 def count_meta_tensors(module: nn.Module) -> str:

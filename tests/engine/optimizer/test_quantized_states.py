@@ -326,7 +326,6 @@ def adopt_quantized(ctx: RankContext) -> None:
     case.loss(model, case.batch(0, 0, 0)).backward()
     with eagerly():
         optimizer.step()
-    optimizer.zero_grad()
     forget_meshes()
     sharded = shard(model, "zero1", units=case.units)
     before = [*optimizer.state]
