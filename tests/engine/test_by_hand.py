@@ -183,7 +183,7 @@ def version_tells_of_a_step(model: Model) -> None:
     for name, parameter in model.named_parameters():
         assert parameter._version > kept.get(name, -1)
         kept[name] = parameter._version
-        parameter.mul_(0.9)
+        (parameter.data.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.9)
         assert parameter._version > kept[name]
         kept[name] = parameter._version
 
