@@ -98,7 +98,8 @@ def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
         )
     for rank, by_name in enumerate(fingerprints):
         for name, fingerprint in by_name.items():
-            first = fingerprints[fingerprint.ranks[0]][name]
+            nothing = CollectiveFingerprint(ranks=fingerprint.ranks, index=0)
+            first = fingerprints[fingerprint.ranks[0]].get(name, nothing)
             start = max(0, first.count - len(first.recent), fingerprint.count - len(fingerprint.recent))
             for number in range(start, max(first.count, fingerprint.count)):
                 if first.describe(number) != fingerprint.describe(number):
@@ -163,13 +164,14 @@ class DesyncWatchdog:
         rank: Rank of this process.
 
     Attributes:
+        rank: See above.
         num_models: Models of the job so far. Reports and errors of before the last one was made do not count.
         num_backwards: Backwards that have begun on this rank.
     """
 
     def __init__(self, rank: int) -> None:
         self.num_models = 0
-        self._rank = rank
+        self.rank = rank
         self._bounded = BoundedStore()
         self._store = self._bounded.store
         self._counts: Counter[QueueKey] = Counter()
@@ -206,14 +208,14 @@ class DesyncWatchdog:
             _logger.warning(
                 "Rank %d waits for %s, and not yet known to take part: %s. If it reads the value alone (`if rank == "
                 "0:`), let all ranks read it; it waits until the timeout of the group otherwise.",
-                *(self._rank, op, names),
+                *(self.rank, op, names),
             )
 
     def withdraw_report(self) -> None:
         """Withdraw the report: the collective for which this rank waited has completed."""
         if self._reported is not None:
             self._reported = None
-            self._bounded.run_within(lambda: self._store.set(self._key(self._rank), ""))
+            self._bounded.run_within(lambda: self._store.set(self._key(self.rank), ""))
 
     def check_absent(self, problem: str, ranks: Iterable[int]) -> None:
         """Check that ranks may still come to where this rank waits without a collective.
@@ -227,20 +229,20 @@ class DesyncWatchdog:
         """
         reports = [report for rank in ranks if (report := self._report_of(rank)) is not None]
         for op in (report.op for report in reports):
-            if self._rank in op.ranks and self._counts[op.queue_key] <= op.number:
+            if self.rank in op.ranks and self._counts[op.queue_key] <= op.number:
                 self._store.set(self._key("desync"), problem)
         if message := self._desync_message():
             raise LifecycleError(message)
 
     def _compare(self, op: OpId) -> str:
         self._publish_report(op)
-        for rank in sorted(op.ranks - {self._rank}):
+        for rank in sorted(op.ranks - {self.rank}):
             report = self._report_of(rank)
             if report is None:
                 continue
             other, counterpart = report.op, self._op_numbered(report.op.queue_key, report.op.number)
             is_deadlock = (
-                self._rank in other.ranks
+                self.rank in other.ranks
                 and report.counts.get(op.queue_key, 0) <= op.number
                 and self._counts[other.queue_key] <= other.number
             )
@@ -260,7 +262,7 @@ class DesyncWatchdog:
 
     def _describe_desync(self, op: OpId, rank: int, report: _Report) -> str:
         """The error message: what this rank and a peer wait for, and what to do."""
-        local_wait, peer_wait = (self._rank, op, self.num_backwards), (rank, report.op, report.num_backwards)
+        local_wait, peer_wait = (self.rank, op, self.num_backwards), (rank, report.op, report.num_backwards)
         first, second = sorted([local_wait, peer_wait], key=lambda wait: wait[0])
         problem = (
             f"Ranks diverged and wait for each other forever: rank {first[0]} for {first[1]}"
@@ -287,7 +289,7 @@ class DesyncWatchdog:
     def _publish_report(self, op: OpId) -> None:
         counts = [(queue, sorted(ranks), count) for (queue, ranks), count in self._counts.items()]
         report = [op.queue, op.number, op.label, op.size, sorted(op.ranks), counts, self.num_backwards]
-        self._store.set(self._key(self._rank), json.dumps(report))
+        self._store.set(self._key(self.rank), json.dumps(report))
 
     def _report_of(self, rank: int) -> _Report | None:
         """The report of a rank; None where it does not wait."""
@@ -338,7 +340,7 @@ class DesyncWatchdog:
         A silent rank waits for nothing.
         """
         silent: set[int] = set()
-        seen, pending = {self._rank}, [op]
+        seen, pending = {self.rank}, [op]
         while pending:
             for rank in pending.pop().ranks - seen:
                 seen.add(rank)

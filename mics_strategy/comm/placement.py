@@ -148,13 +148,14 @@ def like_tensor(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
-def full_tensor(tensor: DTensor) -> torch.Tensor:
+def full_tensor(tensor: DTensor, origin: str = "") -> torch.Tensor:
     """The full tensor on every rank, bitwise equal to torch's `full_tensor`.
 
     Without a gradient.
 
     Args:
         tensor: Tensor on any device. On the CPU: if it is sharded, then along one dimension of its mesh.
+        origin: What it was computed from; see `engine.origins`.
 
     Returns:
         A tensor of its global shape and dtype. If nothing is sharded, it may be the local part itself.
@@ -166,14 +167,14 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local().new_empty(tensor.shape)  # gloo divides by the size
     if is_replicated(tensor):
         return DTensor.to_local(tensor)
-    with _watched(tensor.device_mesh, f"gather of {_shape(tensor)}", _split_dims(tensor)):
+    with _recorded(tensor.device_mesh, f"gather of {_described(tensor, origin)}", _split_dims(tensor)):
         return _gather(tensor)
 
 
-def sum_parts(tensor: DTensor) -> DTensor:
+def sum_parts(tensor: DTensor, origin: str) -> DTensor:
     """The tensor of which ranks have parts, summed, or reduced as the parts ask for. Collective."""
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    with _watched(tensor.device_mesh, f"reduction of {_shape(tensor)}", _split_dims(tensor)):
+    with _recorded(tensor.device_mesh, f"reduction of {_described(tensor, origin)}", _split_dims(tensor)):
         return DTensor.redistribute(tensor, placements=placements)
 
 
@@ -182,16 +183,35 @@ def _split_dims(tensor: DTensor) -> list[int]:
     return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return f"a sharded tensor of shape {tuple(tensor.shape)}"
+def _described(tensor: torch.Tensor, origin: str) -> str:
+    return f"{origin or 'a sharded tensor'} of shape {tuple(tensor.shape)}"
 
 
-def _watched(mesh: DeviceMesh, label: str, dims: Sequence[int] = ()) -> AbstractContextManager[None]:
-    """Watch what ranks of a mesh do together, if that blocks the host: of one dimension of it, or all of them."""
-    if mesh.device_type != "cpu" or mesh.size() == 1:
+def _recorded(mesh: DeviceMesh, label: str, dims: Sequence[int] = ()) -> AbstractContextManager[None]:
+    """Record a collective over a dimension of a mesh, or over all, and watch it if it blocks the host."""
+    if mesh.size() == 1:
         return nullcontext()
-    ranks = dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
-    return call_watch(dist.get_rank()).watching(label, frozenset(ranks))
+    ranks = _ranks(mesh, dims)
+    watch = call_watch(dist.get_rank())
+    watch.record(label, ranks)
+    return watch.watching(label, frozenset(ranks)) if mesh.device_type == "cpu" else nullcontext()
+
+
+def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
+    """Record what all ranks of a tensor do alike, for the comparison in the next step. Sends nothing.
+
+    Args:
+        tensor: The tensor.
+        label: What they do; the same on all of them.
+        on_replicas: Whether ranks with the same part do it, too; else those with different parts.
+    """
+    dims = range(tensor.device_mesh.ndim) if on_replicas else _split_dims(tensor)
+    if dims and tensor.device_mesh.size() > 1:
+        call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims))
+
+
+def _ranks(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
 
 
 def _gather(tensor: DTensor) -> torch.Tensor:
@@ -203,16 +223,16 @@ def _gather(tensor: DTensor) -> torch.Tensor:
     return _all_gather(tensor, tensor.device_mesh.get_group(mesh_dim), placement.dim)
 
 
-def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh, origin: str = "") -> torch.Tensor:
     """The mean of the ranks' tensors of one shape. Collective.
 
-    The ranks are those of the mesh.
+    The ranks are those of the mesh. For `origin` see `engine.origins`.
 
     Cost: an all-reduce of the tensor over each axis of the mesh.
     """
     total = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     total.copy_(tensor).div_(mesh.size())  # a gradient may have no memory (autograd's zeros) or expanded dimensions
-    with _watched(mesh, f"mean of tensors of shape {tuple(tensor.shape)}"):
+    with _recorded(mesh, f"mean of {_described(tensor, origin)}"):
         for dim in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(dim))
     return total
@@ -228,7 +248,7 @@ def agreed_number(tensor: DTensor) -> int:
     """
     mesh = tensor.device_mesh
     number = torch.randint(_NUM_SEEDS, (1,), device="cpu").to(mesh.device_type)
-    with _watched(mesh, f"random numbers for {_shape(tensor)}"):
+    with _recorded(mesh, f"random numbers for {_described(tensor, '')}"):
         for dim in range(mesh.ndim):
             dist.broadcast(number, group=mesh.get_group(dim), group_src=0)
     return int(number)
@@ -245,7 +265,7 @@ def have_equal_values(tensor: DTensor) -> bool:
     local = full_tensor(tensor).reshape(-1)
     bounds = torch.cat([local, -local])
     mesh = tensor.device_mesh
-    with _watched(mesh, "comparison of a loss of sharded tensors alone"):
+    with _recorded(mesh, "comparison of a loss of sharded tensors alone"):
         for dim in range(mesh.ndim):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(dim))
     return not bool((bounds != torch.cat([local, -local])).logical_and(bounds == bounds).any())

@@ -196,6 +196,8 @@ class ProcessGroups:
             fingerprints[STEPS] = self._steps
         if self.shard_group is not None:
             fingerprints[f"owned tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
+        for ranks, fingerprint in self.resources.call_watch.fingerprints.items():
+            fingerprints[f"operations of ranks {ranks}"] = fingerprint
         return fingerprints
 
     @property
@@ -208,11 +210,12 @@ class ProcessGroups:
 
     @property
     def desync_digest(self) -> int:
-        """A number that adds up to 0 over all ranks that are in sync.
+        """A number of 32 bits that adds up to 0, without what is carried, over all ranks that are in sync.
 
         They are while they submit the same collectives in the same order.
         """
-        return sum(fingerprint.digest for fingerprint in self._fingerprints.values())
+        total = sum(fingerprint.digest for fingerprint in self._fingerprints.values())
+        return (total + 2**31) % 2**32 - 2**31
 
     def agree_on(self, value: T, purpose: str) -> list[T]:
         """Every rank's value, in rank order. Collective.
@@ -235,7 +238,7 @@ class ProcessGroups:
 
         Collective, on the default group.
         """
-        return sum(gather_objects(self.desync_digest)) == 0
+        return sum(gather_objects(self.desync_digest)) % 2**32 == 0
 
     def first_mismatch(self) -> str:
         """The first collective in which ranks differ, as text.

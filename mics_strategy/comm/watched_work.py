@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from mics_strategy.comm.desync import DesyncWatchdog
+from mics_strategy.comm.desync import CollectiveFingerprint, DesyncWatchdog
 from mics_strategy.comm.work import as_communication_error
 from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 
@@ -72,14 +72,30 @@ class CallWatch:
 
     Args:
         watchdog: Finds out why this rank waits long.
+
+    Attributes:
+        fingerprints: Fingerprints of recorded collectives, by their ranks.
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
         self.watchdog = watchdog
+        self.fingerprints: dict[tuple[int, ...], CollectiveFingerprint] = {}
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0
         self._thread: threading.Thread | None = None
+
+    def record(self, label: str, ranks: Sequence[int]) -> None:
+        """Add a collective, or what ranks do alike, to the fingerprint of its ranks.
+
+        Args:
+            label: Its payload; the same on all ranks.
+            ranks: Its ranks, of which this is one, in the same order on all.
+        """
+        key = tuple(ranks)
+        if key not in self.fingerprints:
+            self.fingerprints[key] = CollectiveFingerprint(ranks=key, index=key.index(self.watchdog.rank))
+        self.fingerprints[key].update(label)
 
     @contextmanager
     def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:

@@ -10,6 +10,7 @@ computed from them are `ExactDTensor`s instead:
 - Any other operation runs on whole tensors, which are gathered for it. Every rank computes the same result, and keeps
   its rows of what the operation wrote.
 - A view of gathered rows remembers its base (`GatheredBase`): what is written to it is written to the base.
+- What ranks compute together, they must compute alike: `engine.origins`.
 - An operation with a plain tensor has a plain result, because that tensor is this rank's own. Its gradient is this
   rank's, too: where a plain gradient arrives at a parameter, the mean over all ranks is taken (`mean_gradient`).
 
@@ -19,7 +20,7 @@ Operations that gather are collective. Like every DTensor operation that communi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,19 +34,20 @@ from typing_extensions import override
 from mics_strategy.comm.placement import (
     agreed_number,
     are_equal,
-    full_tensor,
     is_partial,
     is_replicated,
     like_tensor,
     mean_over_ranks,
+    record_alike,
     sum_parts,
 )
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine import op_schema
-from mics_strategy.engine.gathered_views import GatheredBase, gathered_of, keep_part, version_of
+from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
+from mics_strategy.engine.origins import origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
 from mics_strategy.engine.tensor_memory import follow_overwritten
@@ -68,11 +70,13 @@ class ExactDTensor(PythonValues, DTensor):
         mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
         mics_memory: Memory of the engine that it shares; None if it shares none.
         mics_gathered: Base whose gathered rows it views; None if it views none.
+        mics_origin: What it was computed from; see `engine.origins`.
     """
 
     mics_random: ReplicaRandom
     mics_memory: TensorMemory | None = None
     mics_gathered: GatheredBase | None = None
+    mics_origin: str = ""
 
     @property
     def data(self) -> torch.Tensor:
@@ -93,8 +97,10 @@ class ExactDTensor(PythonValues, DTensor):
             )
         memory = self.mics_memory
         alike = value if isinstance(value, ExactDTensor) and value._spec == self._spec else None
-        if alike is not None and alike._local_tensor.data_ptr() == self._local_tensor.data_ptr():
-            return
+        if alike is not None and (
+            alike.data_ptr() == self.data_ptr() if memory is None else alike.mics_memory is memory
+        ):
+            return  # an alias of it; addresses do not tell where a part is empty
         gathered = value.mics_gathered if isinstance(value, ExactDTensor) else None
         shared = getattr(value if gathered is None else gathered.base, "mics_memory", None)
         if memory is None or id(self) in memory.shared:
@@ -131,7 +137,7 @@ class ExactDTensor(PythonValues, DTensor):
     def finish_sum(self) -> None:
         """Reduce what ranks have a part of, in place. Collective."""
         check_not_forked()
-        whole = sum_parts(as_torch_dtensor(self))
+        whole = sum_parts(as_torch_dtensor(self), self.mics_origin)
         self._local_tensor, self._spec = whole._local_tensor, whole._spec
 
     @property
@@ -148,7 +154,7 @@ class ExactDTensor(PythonValues, DTensor):
         """
         self.mics_before_read()
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return _gather(self)
+            return gather(self)
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         return cast("torch.Tensor", _FullTensor.apply(self))  # type: ignore[no-untyped-call]
@@ -173,7 +179,8 @@ class ExactDTensor(PythonValues, DTensor):
         tensor: DTensor = self
         if placements is not None and tuple(placements) != self.placements and not is_replicated(self):
             tensor = DTensor.from_local(self.full_tensor(), self.device_mesh, run_check=False)
-        return as_exact(DTensor.redistribute(tensor, device_mesh, placements, **kwargs), self.mics_random)
+        moved = DTensor.redistribute(tensor, device_mesh, placements, **kwargs)
+        return as_exact(moved, self.mics_random, self.mics_origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -207,16 +214,18 @@ class ExactDTensor(PythonValues, DTensor):
 _foreach_supported_types.append(cast("Any", ExactDTensor))
 
 
-def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:
+def as_exact(tensor: DTensor, random: ReplicaRandom, origin: str) -> ExactDTensor:
     """Let a DTensor be an `ExactDTensor`, in place.
 
     Args:
         tensor: DTensor over the mesh of a sharded model.
         random: Seeds of this rank's shard.
+        origin: What it was computed from.
     """
     if not isinstance(tensor, ExactDTensor):
         tensor.__class__ = ExactDTensor
-        cast("ExactDTensor", tensor).mics_random = random
+        exact = cast("ExactDTensor", tensor)
+        exact.mics_random, exact.mics_origin = random, origin
     return cast("ExactDTensor", tensor)
 
 
@@ -231,8 +240,9 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
-        ctx.like = as_exact(cast("DTensor", tensor.detach()), tensor.mics_random)  # torch 2.11 gives a DTensor
-        whole = _gather(tensor)
+        plain = cast("DTensor", tensor.detach())  # torch 2.11 gives a DTensor
+        ctx.like = as_exact(plain, tensor.mics_random, tensor.mics_origin)
+        whole = gather(tensor)
         return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
 
     @staticmethod
@@ -248,10 +258,13 @@ def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
             over all ranks is taken.
         like: The parameter.
     """
-    if not isinstance(grad, DTensor):
+    origin = f"the gradient of {like.mics_origin}"
+    if isinstance(grad, DTensor):
+        record_alike(like, f"{origin}, which is {getattr(grad, 'mics_origin', '')}", on_replicas=True)
+    else:
         check_not_forked()
-        grad = _replicated(mean_over_ranks(grad, like.device_mesh), like)
-    return as_exact(cast("DTensor", grad), like.mics_random).redistribute(placements=like.placements)
+        grad = _replicated(mean_over_ranks(grad, like.device_mesh, origin), like, origin)
+    return as_exact(cast("DTensor", grad), like.mics_random, origin).redistribute(placements=like.placements)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,6 +284,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [a for a in args if isinstance(a, torch.Tensor)] if is_flat else tensors_in((args, kwargs))
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     follow_overwritten(func, args)
+    origin = origin_of(func, args, kwargs)
     for tensor in exact:
         if func is not _aten.detach.default:
             tensor.mics_before_read()
@@ -281,16 +295,21 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
-        result = _fill(func, args, kwargs, exact[0])
+        result = _fill(func, args, kwargs, exact[0], origin)
     elif torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs):
-        result = _run_on_whole(func, args, kwargs, exact[0])
+        result = _run_on_whole(func, args, kwargs, exact[0], origin)
     else:
-        result = _run_on_shards(func, args, kwargs, exact[0])
+        result = _run_on_shards(func, args, kwargs, exact[0], origin)
     for tensor in written_by(func, args, kwargs):
         if tensor.mics_memory is not None:
             tensor.mics_memory.writes.num += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
+        base = tensor if tensor.mics_gathered is None else tensor.mics_gathered.base
+        if base.mics_memory is None:
+            base.mics_origin = origin
+        else:  # its ranks have other rows of it; that replicas are equal is checked elsewhere
+            record_alike(base, f"the write {origin}", on_replicas=False)
     returned = op_schema.written_arguments(func, args, kwargs)
     return result if returned is None else returned
 
@@ -337,7 +356,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
     """Run an operation as torch's DTensor does; finish a reduction."""
     if func is _aten.detach.default:  # the most frequent operation, of which torch would work out what is known
         local = like._local_tensor if like.mics_memory is not None else like._local_tensor.detach()  # counts its writes
@@ -346,9 +365,9 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
         shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
         result = func(*shard_args, **shard_kwargs)
     if isinstance(result, DTensor):
-        as_exact(result, like.mics_random)
+        as_exact(result, like.mics_random, origin)
     else:
-        result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
+        result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random, origin), result)
     if isinstance(result, ExactDTensor) and is_partial(result):
         result.finish_sum()
     if is_view(func):
@@ -359,19 +378,19 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
     return result
 
 
-def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
     """Run an operation on gathered tensors. Collective.
 
     Every rank computes the same result, on replicas of `like`'s mesh.
     """
-    wholes = _Wholes()
+    wholes = Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     number = agreed_number(like) if has_common_seed else None
     with nullcontext() if number is None else like.mics_random.drawing(number, is_whole=True):
         result = func(*whole_args, **whole_kwargs)
     wholes.keep_parts(written_by(func, args, kwargs))
-    result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
+    result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like, origin), result)
     if is_view(func):
         gathered = like.mics_gathered or gathered_of(like) or GatheredBase(like, wholes.of(like), version_of(like))
         if like.mics_memory is not None:
@@ -397,50 +416,23 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if func is _aten.copy_.default and isinstance(args[0], ExactDTensor) and args[0].mics_gathered is None:
         keep_part(args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(args[1]))
         return args[0]
-    wholes = _Wholes()
+    wholes = Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
     wholes.keep_parts(written_by(func, args, kwargs))
     return result
 
 
-def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
     """Draw numbers into shards: equal ones on replicas, others on other shards. Collective."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
     with like.mics_random.drawing(agreed_number(like), is_whole=is_replicated(like)):
         drawn = func(*local_args, **local_kwargs)
-    return as_exact(like_tensor(drawn, like), like.mics_random)
+    return as_exact(like_tensor(drawn, like), like.mics_random, origin)
 
 
-def _gather(tensor: DTensor) -> torch.Tensor:
-    check_not_forked()
-    return full_tensor(tensor)
-
-
-class _Wholes:
-    """The gathered values of the arguments of one operation."""
-
-    def __init__(self) -> None:
-        self._wholes: dict[int, torch.Tensor] = {}
-
-    def of(self, tensor: DTensor) -> torch.Tensor:
-        """The values of a whole tensor. Collective if it is sharded."""
-        if isinstance(tensor, ExactDTensor) and tensor.mics_gathered is not None:
-            return tensor._local_tensor
-        if id(tensor) not in self._wholes:
-            gathered = gathered_of(tensor)
-            self._wholes[id(tensor)] = _gather(tensor) if gathered is None else gathered.whole
-        return self._wholes[id(tensor)]
-
-    def keep_parts(self, written: Iterator[ExactDTensor]) -> None:
-        """Copy this rank's part of the written values to the shards."""
-        for tensor in written:
-            if tensor.mics_gathered is None:
-                keep_part(tensor, self._wholes[id(tensor)])
-
-
-def _replicated(whole: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
+def _replicated(whole: torch.Tensor, like: ExactDTensor, origin: str) -> torch.Tensor:
     """A tensor that is the same on all ranks; a sparse one stays plain."""
     if whole.layout is not torch.strided:
         return whole
-    return as_exact(DTensor.from_local(whole, like.device_mesh, run_check=False), like.mics_random)
+    return as_exact(DTensor.from_local(whole, like.device_mesh, run_check=False), like.mics_random, origin)

@@ -1,12 +1,16 @@
-"""Views of gathered rows, which write to the sharded tensor that they are of."""
+"""Gathered tensors, and views of them, which write to the sharded tensor that they are of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from mics_strategy.comm.placement import full_tensor
+from mics_strategy.comm.process import check_not_forked
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
 
@@ -72,3 +76,31 @@ def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
     """
     replicated = DTensor.from_local(whole, tensor.device_mesh, run_check=False)
     tensor._local_tensor.copy_(replicated.redistribute(placements=tensor.placements)._local_tensor)
+
+
+def gather(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. Collective."""
+    check_not_forked()
+    return full_tensor(tensor, getattr(tensor, "mics_origin", ""))
+
+
+class Wholes:
+    """The gathered values of the arguments of one operation."""
+
+    def __init__(self) -> None:
+        self._wholes: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: DTensor) -> torch.Tensor:
+        """The values of a whole tensor. Collective if it is sharded."""
+        if getattr(tensor, "mics_gathered", None) is not None:
+            return tensor._local_tensor
+        if id(tensor) not in self._wholes:
+            gathered = gathered_of(tensor)
+            self._wholes[id(tensor)] = gather(tensor) if gathered is None else gathered.whole
+        return self._wholes[id(tensor)]
+
+    def keep_parts(self, written: Iterator[ExactDTensor]) -> None:
+        """Copy this rank's part of the written values to the shards."""
+        for tensor in written:
+            if tensor.mics_gathered is None:
+                keep_part(tensor, self._wholes[id(tensor)])

@@ -133,7 +133,7 @@ class ShardedParameter(ExactDTensor):
 
     def like_self(self, local: torch.Tensor) -> DTensor:
         """A DTensor of this parameter's shape and placements, with local part `local`."""
-        return as_exact(like_tensor(local, self), self.mics_random)
+        return as_exact(like_tensor(local, self), self.mics_random, self.mics_origin)
 
     @override
     def mics_before_read(self) -> None:
@@ -202,14 +202,15 @@ def make_sharded_parameter(
         writes: Count of writes of the bucket.
         requires_grad: Whether the plain parameter requires gradients.
     """
-    tensor = as_exact(as_dtensor(slice_.view_in(master, placement.index), slice_, placement), placement.random)
+    plain = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
+    tensor = as_exact(plain, placement.random, slice_.name)
     parameter = _new_dtensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=requires_grad)
     parameter.__class__, parameter._is_param = ShardedParameter, True  # as torch marks parameters of other classes
     sharded = cast("ShardedParameter", parameter)
     sharded.mics_name = slice_.name
     sharded.mics_slice = slice_
     sharded.mics_index = placement.index
-    sharded.mics_random = placement.random
+    sharded.mics_random, sharded.mics_origin = placement.random, slice_.name
     if requires_grad:
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, tensor))  # keeps no parameter
     sharded.mics_memory = TensorMemory(writes)
@@ -221,7 +222,8 @@ def grad_as_dtensor(
     local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement
 ) -> tuple[ExactDTensor, TensorMemory]:
     """Wrap this rank's part of a gradient, with its memory; see `as_dtensor`."""
-    grad = as_exact(as_dtensor(local, param_slice, placement), placement.random)
+    origin = f"the gradient of {param_slice.name}"
+    grad = as_exact(as_dtensor(local, param_slice, placement), placement.random, origin)
     grad.mics_memory = memory = TensorMemory()
     return grad, memory
 

@@ -182,11 +182,12 @@ class DesyncCheck:
         if self._groups.is_in_sync():
             raise LifecycleError(self.replicas.describe())
         raise LifecycleError(
-            f"Ranks ran different units, and their data is mixed up: {self._groups.first_mismatch()}. Go back to "
-            "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
-            "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
-            "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='replicate'`, "
-            "where checkpoints of units that ranks skip must take `use_reentrant=False`."
+            f"Ranks ran different units or operations, and their data is mixed up: {self._groups.first_mismatch()}. Go "
+            "back to the last checkpoint, and let all ranks run the same units in the same order while parameters are "
+            "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), one seed for "
+            "what chooses layers, as LayerDrop does, and equal numbers in operations on parameters and gradients "
+            "(with a number of each rank, compute on `parameter.full_tensor()`). Or keep parameters whole with "
+            "`params='replicate'`, where checkpoints of units that ranks skip must take `use_reentrant=False`."
         )
 
     def record(self, units: list[int]) -> None:

@@ -1,0 +1,44 @@
+"""What was a tensor computed from that ranks bring to a collective?
+
+A collective on shards takes for granted that all ranks computed them alike. Where a script computes with a number of
+this rank (`(weight * x.item()).norm()`), or each rank takes another weight of one shape, neither shapes nor values show
+it. So every `ExactDTensor` has an origin: a parameter's name, or an operation with the numbers and the origins that it
+got. Collectives are recorded with the origin of what they send, and each optimizer step compares the records of all
+ranks (`comm.desync`). Values of plain tensors are no part of it: with them an operation has a plain result.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+_MAX_LENGTH = 120
+_NUM_SHOWN = 50  # at each end
+
+
+def origin_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The operation `func` with its arguments, as text: ``mul(0.weight, 0.5)``.
+
+    Ranks that compute the same get the same text. A checksum stands for the middle of a long one.
+    """
+    if func is torch.ops.aten.detach.default:
+        return str(args[0].mics_origin)
+    text = f"{func._schema.name.removeprefix('aten::')}({_texts((*args, *kwargs.values()))})"
+    if len(text) <= _MAX_LENGTH:
+        return text
+    return f"{text[:_NUM_SHOWN]}... #{zlib.crc32(text.encode()):08x} ...{text[-_NUM_SHOWN:]}"
+
+
+def _texts(arguments: tuple[Any, ...] | list[Any]) -> str:
+    return ", ".join(map(_text, arguments))
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
+        return str(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"[{_texts(argument)}]"
+    # Devices and generators are other ones on each rank.
+    return str(getattr(argument, "mics_origin", "tensor" if isinstance(argument, torch.Tensor) else "-"))

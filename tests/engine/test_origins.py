@@ -1,0 +1,155 @@
+"""Ranks that compute together must compute alike: numbers, weights and their order are compared in every step."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import shard
+from mics_strategy.engine.origins import origin_of
+from mics_strategy.errors import LifecycleError
+from tests.ranks import RankContext, RankPool
+
+WIDTH = 4
+Use = Callable[[nn.Sequential, float], Tensor | None]
+
+
+def a_factor(model: nn.Sequential, number: float) -> Tensor:
+    return (model[0].weight * (0.5 + number)).norm()
+
+
+def an_exponent(model: nn.Sequential, number: float) -> Tensor:
+    return model[0].weight.pow(2 + number).sum()
+
+
+def another_weight(model: nn.Sequential, number: float) -> Tensor:
+    return model[int(number)].weight.norm()
+
+
+def another_whole_weight(model: nn.Sequential, number: float) -> Tensor:
+    return model[int(number)].weight.full_tensor().norm()
+
+
+def another_order(model: nn.Sequential, number: float) -> Tensor:
+    first, second = (model[int(number)].weight, model[1 - int(number)].weight)
+    return (first.full_tensor() @ second.full_tensor()).sum()
+
+
+def a_hook(model: nn.Sequential, number: float) -> Tensor:
+    norm = model[0].weight.norm()
+    norm.register_hook(lambda grad: grad * (1 + number))
+    norm.backward()
+    return model[1].weight.norm()
+
+
+def a_temporary_tensor(model: nn.Sequential, number: float) -> None:
+    copy = model[0].weight.detach().clone()
+    copy.mul_(1 + number)
+    assert copy.norm() > 0
+
+
+def a_list_of_tensors(model: nn.Sequential, number: float) -> None:
+    halved = torch._foreach_mul([parameter.detach() for parameter in model.parameters()], 0.5 + number)
+    assert sum(torch._foreach_norm(halved)) > 0
+
+
+READS: list[Use] = [
+    *(a_factor, an_exponent, another_weight, another_whole_weight, another_order, a_hook),
+    *(a_temporary_tensor, a_list_of_tensors),
+]
+
+
+def a_written_weight(model: nn.Sequential, number: float) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(1 + number)
+
+
+def a_written_view(model: nn.Sequential, number: float) -> None:
+    model[0].weight.data[1:].mul_(1 + number)
+
+
+WRITES: list[Use] = [a_written_weight, a_written_view]
+
+
+def a_clipped_gradient(model: nn.Sequential, number: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1 + number)
+
+
+def a_written_gradient(model: nn.Sequential, number: float) -> None:
+    model[0].weight.grad.mul_(1 + number)
+
+
+AFTER_BACKWARD: list[Use] = [a_clipped_gradient, a_written_gradient]
+
+
+def steps(ctx: RankContext, preset: str, use: Use, differing: bool) -> str:
+    """Job: three steps with numbers that are equal on all ranks, then some with numbers of each rank, or not."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shard(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        number = float(ctx.rank % 2 if differing and step > 2 else step % 2)
+        try:
+            _step(model, optimizer, use, number)
+        except LifecycleError as error:
+            return f"{step}: {error}"
+    return "trained"
+
+
+def _step(model: nn.Sequential, optimizer: torch.optim.Optimizer, use: Use, number: float) -> None:
+    if use in WRITES:
+        use(model, number)
+    loss = model(torch.randn(2, WIDTH)).square().mean()
+    if use in READS:
+        penalty = use(model, number)
+        loss = loss if penalty is None else loss + penalty
+    loss.backward()
+    if use in AFTER_BACKWARD:
+        use(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def named(*uses: Use) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("use", uses, ids=lambda use: use.__name__)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics"])
+@named(*READS, *WRITES, *AFTER_BACKWARD)
+def test_numbers_of_each_rank_are_refused_on_every_rank(ranks: RankPool, use: Use, preset: str) -> None:
+    for answer in ranks(2, steps, preset, use, True):
+        assert answer[0] in "34", answer  # that step, or what it leaves is read in the next one
+        assert "operations of ranks (0, 1), rank 0 sent" in answer or "Unit `0`: ranks 0 and 1" in answer
+    assert ranks(2, steps, preset, use, False) == ["trained"] * 2
+
+
+@named(another_whole_weight, another_order)
+def test_gradients_of_other_weights_are_refused_where_every_rank_has_them_whole(ranks: RankPool, use: Use) -> None:
+    for answer in ranks(2, steps, "ddp", use, True):
+        assert "rank 0 sent `mean of the gradient of " in answer
+    assert ranks(2, steps, "ddp", use, False) == ["trained"] * 2
+
+
+def test_what_every_rank_has_whole_may_be_read_by_one(ranks: RankPool) -> None:
+    for use in (a_temporary_tensor, a_list_of_tensors):
+        assert ranks(2, steps, "ddp", use, True) == ["trained"] * 2
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "expected"),
+    [
+        (torch.ops.aten.mul.Scalar, (torch.ones(1), 0.5), "mul(tensor, 0.5)"),
+        (torch.ops.aten.sum.dim_IntList, (torch.ones(1), [0, 1], True), "sum(tensor, [0, 1], True)"),
+        (torch.ops.aten._to_copy.default, (torch.ones(1), torch.device("cuda:1")), "_to_copy(tensor, -)"),
+    ],
+)
+def test_an_origin_is_the_operation_with_its_numbers(func: object, args: tuple[object, ...], expected: str) -> None:
+    assert origin_of(func, args, {}) == expected
+
+
+def test_a_long_origin_is_short_and_differs() -> None:
+    add = torch.ops.aten._foreach_add.Scalar
+    one, other = (origin_of(add, ([torch.ones(1)] * 30 + [factor] + [torch.ones(1)] * 30, 1), {}) for factor in (1, 2))
+    assert one != other
+    assert len(one) < 130
