@@ -98,6 +98,7 @@ class ShardPlacement:
     Attributes:
         degree: Ranks over which the masters are sharded.
         index: Index of the shard on this rank.
+        model: Number of models that the job has sharded before.
         device_mesh: Mesh of their DTensors: replicas by shards, without axes of one rank.
         sync_comm: Communicator that gathers stepped parameters over the ranks that the optimizer scope has beyond the
             parameter scope; None where the two are equal.
@@ -106,6 +107,7 @@ class ShardPlacement:
 
     degree: int
     index: int
+    model: int
     device_mesh: DeviceMesh
     sync_comm: AnyCommunicator | None
     random: ReplicaRandom
@@ -116,9 +118,14 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
     It changes when a few elements change.
     """
-    flat = values.detach().reshape(-1)
-    word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
-    return flat.view(word).sum(dtype=torch.int64)
+    return words_of(values).sum(dtype=torch.int64)
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as whole numbers, [numel] or more of up to 32 bits; a copy if it is not contiguous."""
+    flat = values.detach().reshape(-1).contiguous()
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
+    return flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
 
 
 def digest_weight(index: int, count: int) -> int:
@@ -210,6 +217,16 @@ def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
         call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims))
 
 
+def compare_values(values: Sequence[torch.Tensor], like: DTensor) -> None:
+    """Let the next step compare values that become part of shards, of which each rank has its own rows. Sends nothing.
+
+    Args:
+        values: Their digests, int64 scalars.
+        like: A tensor of the model.
+    """
+    call_watch(dist.get_rank()).common_values += [value.to(like.device, non_blocking=True) for value in values]
+
+
 def _ranks(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
     return dist.get_process_group_ranks(mesh.get_group(dims[0])) if len(dims) == 1 else mesh.mesh.flatten().tolist()
 
@@ -254,10 +271,10 @@ def agreed_number(tensor: DTensor) -> int:
     return int(number)
 
 
-def are_equal(one: DTensor, other: DTensor) -> bool:
-    """Whether tensors of one placement are equal on all ranks. Collective."""
+def are_equal(one: DTensor, other: DTensor, origin: str) -> bool:
+    """Whether tensors of one placement are equal on all ranks. Collective. For `origin` see `engine.origins`."""
     differs = not (one.shape == other.shape and torch.equal(one._local_tensor, other._local_tensor))
-    return not mean_over_ranks(torch.tensor(float(differs), device=one.device), one.device_mesh).item()
+    return not mean_over_ranks(torch.tensor(float(differs), device=one.device), one.device_mesh, origin).item()
 
 
 def have_equal_values(tensor: DTensor) -> bool:

@@ -39,7 +39,6 @@ class ProcessGroups:
 
     Attributes:
         resources: Groups, threads and scratch memory of the communicators.
-        write_digests: Digests of values that forwards wrote into parameters since the last step.
         world_group: Control group of all ranks; None for one rank.
         param_comm: Communicator of the parameters' all-gathers.
         secondary_comm: Communicator of the secondary copy's all-gathers.
@@ -56,7 +55,6 @@ class ProcessGroups:
         self.rank = resources.rank
         self.device = resources.device
         self.traffic_log = resources.traffic_log
-        self.write_digests: list[torch.Tensor] = []
         self.world_group = resources.control_group("control", scopes.span(1, scopes.world_size))
         self._steps: CollectiveFingerprint | None = None
         if self.world_group is not None:
@@ -72,6 +70,7 @@ class ProcessGroups:
             degree=scopes.optimizer,
             index=index,
             sync_comm=resources.communicator("param_sync", scopes),
+            model=resources.number,
             device_mesh=resources.device_mesh(shard_span, scopes.span(scopes.optimizer, scopes.world_size)),
             random=ReplicaRandom(seed, index, self.device),
         )
@@ -153,7 +152,12 @@ class ProcessGroups:
             return self.trainable_placement
         trainable = self.trainable_placement
         return ShardPlacement(
-            degree=1, index=0, device_mesh=trainable.device_mesh, sync_comm=None, random=trainable.random.for_shard(0)
+            degree=1,
+            index=0,
+            model=trainable.model,
+            device_mesh=trainable.device_mesh,
+            sync_comm=None,
+            random=trainable.random.for_shard(0),
         )
 
     def record_backward(self) -> None:

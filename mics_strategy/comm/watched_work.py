@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.desync import CollectiveFingerprint, DesyncWatchdog
@@ -75,11 +76,13 @@ class CallWatch:
 
     Attributes:
         fingerprints: Fingerprints of recorded collectives, by their ranks.
+        common_values: Digests of values that all ranks must have in common, since the last step of any model.
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
         self.watchdog = watchdog
         self.fingerprints: dict[tuple[int, ...], CollectiveFingerprint] = {}
+        self.common_values: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0

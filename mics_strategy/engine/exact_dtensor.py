@@ -34,8 +34,10 @@ from typing_extensions import override
 from mics_strategy.comm.placement import (
     agreed_number,
     are_equal,
+    compare_values,
     is_partial,
     is_replicated,
+    is_sharded,
     like_tensor,
     mean_over_ranks,
     record_alike,
@@ -50,7 +52,7 @@ from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, wr
 from mics_strategy.engine.origins import origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
-from mics_strategy.engine.tensor_memory import follow_overwritten
+from mics_strategy.engine.tensor_memory import digest_of_places, follow_overwritten
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.engine.user_collectives import run_collective
 from mics_strategy.errors import LifecycleError
@@ -272,7 +274,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return unscale(*args)
     if func is _aten.equal.default and all(isinstance(a, DTensor) for a in args) and args[0]._spec == args[1]._spec:
-        return are_equal(*args)
+        return are_equal(args[0], args[1], origin_of(func, args, kwargs))
     if func.namespace == "c10d":
         return run_collective(func, args, kwargs)
     if torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference():
@@ -292,7 +294,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_gathered.refresh()
         if is_partial(tensor) and func is not _aten.stack.default:  # stacked norms are reduced at once
             tensor.finish_sum()
-    if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
+    is_mixed = _is_mixed(tensors) or writes_plain(func, args, kwargs)
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if plain and (func._schema.is_mutable or not is_mixed) and any(map(_has_shards, exact)):
+        compare_values([digest_of_places(each) for each in plain if each.layout is torch.strided], exact[0])
+    if is_mixed or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0], origin)
@@ -350,6 +356,10 @@ def _is_mixed(tensors: list[torch.Tensor]) -> bool:
         return True
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return bool(plain) and (has_graph or _in_backward())
+
+
+def _has_shards(tensor: ExactDTensor) -> bool:
+    return is_sharded(tensor if tensor.mics_gathered is None else tensor.mics_gathered.base)
 
 
 def _in_backward() -> bool:
@@ -426,9 +436,10 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
     """Draw numbers into shards: equal ones on replicas, others on other shards. Collective."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
-    with like.mics_random.drawing(agreed_number(like), is_whole=is_replicated(like)):
+    number = agreed_number(like)
+    with like.mics_random.drawing(number, is_whole=is_replicated(like)):
         drawn = func(*local_args, **local_kwargs)
-    return as_exact(like_tensor(drawn, like), like.mics_random, origin)
+    return as_exact(like_tensor(drawn, like), like.mics_random, f"{origin} by {number}")
 
 
 def _replicated(whole: torch.Tensor, like: ExactDTensor, origin: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, 
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
+from mics_strategy.engine.report import ShardingReport, report_of
 from mics_strategy.engine.setup import guards
 from mics_strategy.engine.traffic import TrafficRow, compare
 from mics_strategy.engine.unit import unit_plan_of
@@ -237,14 +238,9 @@ class Sharded:
             )
         return [parameter for parameter in self.internals.parameters if id(parameter) in selected]
 
-    def finish_gradients(self) -> None:
-        """Finish pending reductions; every gradient is then the mean over all ranks.
-
-        Collective.
-
-        Stepping, clipping and reading `grad` call this themselves.
-        """
-        self._engine.finish_gradients()
+    def report(self) -> ShardingReport:
+        """How the model is sharded, what memory that takes and what a step sends: ``print(sharded.report())``."""
+        return report_of(self)
 
     @property
     def plan(self) -> Plan:

@@ -203,14 +203,14 @@ def make_sharded_parameter(
         requires_grad: Whether the plain parameter requires gradients.
     """
     plain = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
-    tensor = as_exact(plain, placement.random, slice_.name)
+    tensor = as_exact(plain, placement.random, _origin(slice_, placement))
     parameter = _new_dtensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=requires_grad)
     parameter.__class__, parameter._is_param = ShardedParameter, True  # as torch marks parameters of other classes
     sharded = cast("ShardedParameter", parameter)
     sharded.mics_name = slice_.name
     sharded.mics_slice = slice_
     sharded.mics_index = placement.index
-    sharded.mics_random, sharded.mics_origin = placement.random, slice_.name
+    sharded.mics_random, sharded.mics_origin = placement.random, tensor.mics_origin
     if requires_grad:
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, tensor))  # keeps no parameter
     sharded.mics_memory = TensorMemory(writes)
@@ -222,10 +222,15 @@ def grad_as_dtensor(
     local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement
 ) -> tuple[ExactDTensor, TensorMemory]:
     """Wrap this rank's part of a gradient, with its memory; see `as_dtensor`."""
-    origin = f"the gradient of {param_slice.name}"
+    origin = f"the gradient of {_origin(param_slice, placement)}"
     grad = as_exact(as_dtensor(local, param_slice, placement), placement.random, origin)
     grad.mics_memory = memory = TensorMemory()
     return grad, memory
+
+
+def _origin(param_slice: ParamSlice, placement: ShardPlacement) -> str:
+    """See `engine.origins`. Parameters of two models may have one name."""
+    return param_slice.name if placement.model == 0 else f"{param_slice.name} of model {placement.model}"
 
 
 def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> DTensor:

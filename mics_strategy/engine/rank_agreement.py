@@ -233,9 +233,10 @@ class ReplicaCheck:
             One read of the shards when a check is due. The host does not wait for it.
         """
         self._num_steps += 1
-        written, self._groups.write_digests = self._groups.write_digests, []
+        watch = self._groups.resources.call_watch
+        common, watch.common_values = watch.common_values, []
         weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
-        terms = [weight * write_digest for write_digest in written]
+        terms = [weight * value for value in common]
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
             for index, bucket in enumerate(self._buckets):
@@ -270,7 +271,8 @@ class ReplicaCheck:
                         "`replica_check='never'`."
                     )
         return (
-            "A forward wrote different values into a parameter on different ranks, and each has kept its own rows. Go "
-            "back to the last checkpoint, and let all ranks write the same, as of an all-reduced statistic, or keep it "
-            "as a buffer."
+            "Ranks wrote different values into sharded tensors, or in a forward into a parameter, or computed with "
+            "different plain scalars on them, and each has its own rows of the result. Go back to the last checkpoint, "
+            "and let all ranks use the same values (an all-reduced statistic, or a buffer), or compute on "
+            "`parameter.full_tensor()`."
         )

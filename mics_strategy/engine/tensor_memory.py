@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 
+from mics_strategy.comm.placement import words_of
 from mics_strategy.errors import LifecycleError
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
@@ -225,10 +226,8 @@ def digest_of_places(values: torch.Tensor) -> torch.Tensor:
 
     It changes when a few elements change, or change places.
     """
-    flat = values.detach().reshape(-1).contiguous()
-    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
-    word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
-    words, weights = flat.view(word), torch.arange(1, 2 * _DIGEST_WIDTH, 2, device=flat.device)
+    words = words_of(values)
+    weights = torch.arange(1, 2 * _DIGEST_WIDTH, 2, device=words.device)
     num_rows, rest = divmod(len(words), _DIGEST_WIDTH)
     columns = words[rest:].view(num_rows, _DIGEST_WIDTH).sum(0, dtype=torch.int64)
     return (columns * weights).sum() + (words[:rest] * weights[:rest]).sum()

@@ -276,7 +276,7 @@ def sums_of_bf16(ctx: RankContext, lengths: list[int], is_predicted: bool) -> li
         for micro in range(length):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + ctx.rank)
             model(torch.randn(3, unusual.WIDTH, generator=generator).bfloat16()).float().square().mean().backward()
-        sharded.finish_gradients()
+        sharded.internals.engine.finish_gradients()
         held = [gradient.result.clone() for of_unit in gradients_of(sharded) for gradient in of_unit]
         model.zero_grad()
         torch.optim.SGD(model.parameters(), lr=0.0).step()  # ends the window

@@ -63,10 +63,10 @@ def distances(ctx: RankContext, config: ShardConfig) -> dict[str, float]:
     sum(loss_of(plain, rank) / ctx.world_size for rank in range(ctx.world_size)).backward()
     sharded = shard(model, config, units=[Beside])
     (loss_of(model, ctx.rank) * math.inf).backward()  # must leave nothing behind
-    sharded.finish_gradients()
+    sharded.internals.engine.finish_gradients()
     model.zero_grad()
     loss_of(model, ctx.rank).backward()
-    sharded.finish_gradients()
+    sharded.internals.engine.finish_gradients()
     found = {}
     for index, unit in enumerate(model):
         for name, parameter in unit.named_parameters():

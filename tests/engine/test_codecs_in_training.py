@@ -105,7 +105,7 @@ def train_quantized(ctx: RankContext, run: Run) -> Found:
     for step in range(run.steps):
         with CountC10d() as counted:
             losses.append(training.backward(step))
-            training.sharded.finish_gradients()
+            training.sharded.internals.engine.finish_gradients()
         first = first or training.grads()
         with counted:
             training.optimizer.step()

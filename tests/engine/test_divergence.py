@@ -111,7 +111,9 @@ def _read_between_two_models(ctx: RankContext) -> None:
 
 
 def test_a_value_that_one_rank_alone_reads_is_told_where_the_others_run_another_model(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"rank 0 for the reduction of .*layers.0.weight.*rank 1 for the all-gather") as failure:
+    with pytest.raises(
+        RankError, match=r"rank 0 for the reduction of .*layers.0.weight.*rank 1 for the all-gather"
+    ) as failure:
         ranks(2, _read_between_two_models, timeout_s=20.0)
     assert {type(error) for error in failure.value.by_rank.values()} == {LifecycleError}
 

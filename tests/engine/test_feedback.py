@@ -79,7 +79,7 @@ class Loop:
         self.model(inputs(step, micro, self.ctx.rank)).backward()
 
     def grads(self) -> dict[str, Tensor]:
-        self.sharded.finish_gradients()
+        self.sharded.internals.engine.finish_gradients()
         named = self.model.named_parameters()
         return wholes({name.rpartition(".")[2]: p.grad for name, p in named if p.grad is not None})
 
@@ -273,7 +273,7 @@ def residuals_in_flight(ctx: RankContext) -> bool:
         model(torch.randn(4, 512)).square().mean().backward()
     residuals = [r.values for feedback in sharded.internals.feedback for r in feedback.residuals.values()]
     before = [values.clone() for values in residuals]
-    sharded.finish_gradients()
+    sharded.internals.engine.finish_gradients()
     return all(torch.equal(*pair) for pair in zip(before, residuals, strict=True))
 
 
@@ -320,7 +320,7 @@ def after_two_optimizers(ctx: RankContext, each: ShardConfig) -> list[dict[str, 
         assert bool((kept["wide"] != 0).any())
         assert all(bool((kept[name] == 0).all()) for name in ("odd", "few"))
         model(inputs(1, 0, ctx.rank)).backward()
-        sharded.finish_gradients()
+        sharded.internals.engine.finish_gradients()
         found.append(wholes({name: parameter.grad for name, parameter in model.tensors.items()}))
         one.step()
         other.step()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_strategy import shard
 from mics_strategy.engine.origins import origin_of
 from mics_strategy.errors import LifecycleError
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 WIDTH = 4
 Use = Callable[[nn.Sequential, float], Tensor | None]
@@ -54,10 +54,42 @@ def a_list_of_tensors(model: nn.Sequential, number: float) -> None:
     assert sum(torch._foreach_norm(halved)) > 0
 
 
+def a_plain_scalar(model: nn.Sequential, number: float) -> None:
+    with torch.no_grad():
+        assert (model[0].weight * torch.tensor(0.5 + number)).norm() > 0
+
+
+def a_mask_by_a_plain_scalar(model: nn.Sequential, number: float) -> Tensor:
+    mask = model[0].weight.data.abs() > torch.tensor(number)
+    return torch.where(mask, model[0].weight, 0.0).norm()
+
+
+def plain_places(model: nn.Sequential, number: float) -> Tensor:
+    counts = torch.zeros_like(model[0].weight)
+    counts.index_add_(0, torch.tensor([1, 2] if number else [0, 3]), torch.ones(2, WIDTH))
+    return (model[0].weight.square() * counts).sum()
+
+
+def plain_values(model: nn.Sequential, number: float) -> Tensor:
+    target = torch.empty_like(model[0].weight.detach()).copy_(torch.full((WIDTH, WIDTH), number))
+    return (model[0].weight - target).square().sum()
+
+
+def another_noise(model: nn.Sequential, number: float) -> None:
+    noises = [torch.randn_like(model[0].weight) for _ in range(2)]
+    assert noises[int(number)].norm() > 0
+
+
+def an_equality(model: nn.Sequential, number: float) -> Tensor | None:
+    is_equal = torch.equal(model[0].weight, model[0 if number else 1].weight)
+    return model[1].weight.norm() if is_equal else None
+
+
 READS: list[Use] = [
     *(a_factor, an_exponent, another_weight, another_whole_weight, another_order, a_hook),
-    *(a_temporary_tensor, a_list_of_tensors),
+    *(a_temporary_tensor, a_list_of_tensors, another_noise, an_equality),
 ]
+PLAIN: list[Use] = [a_plain_scalar, a_mask_by_a_plain_scalar, plain_places, plain_values]
 
 
 def a_written_weight(model: nn.Sequential, number: float) -> None:
@@ -69,7 +101,13 @@ def a_written_view(model: nn.Sequential, number: float) -> None:
     model[0].weight.data[1:].mul_(1 + number)
 
 
+def a_weight_written_with_plain_values(model: nn.Sequential, number: float) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(torch.full((WIDTH, WIDTH), 0.1 + number))
+
+
 WRITES: list[Use] = [a_written_weight, a_written_view]
+PLAIN_WRITES: list[Use] = [a_weight_written_with_plain_values]
 
 
 def a_clipped_gradient(model: nn.Sequential, number: float) -> None:
@@ -98,10 +136,10 @@ def steps(ctx: RankContext, preset: str, use: Use, differing: bool) -> str:
 
 
 def _step(model: nn.Sequential, optimizer: torch.optim.Optimizer, use: Use, number: float) -> None:
-    if use in WRITES:
+    if use in (*WRITES, *PLAIN_WRITES):
         use(model, number)
     loss = model(torch.randn(2, WIDTH)).square().mean()
-    if use in READS:
+    if use in (*READS, *PLAIN):
         penalty = use(model, number)
         loss = loss if penalty is None else loss + penalty
     loss.backward()
@@ -116,12 +154,32 @@ def named(*uses: Use) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics"])
-@named(*READS, *WRITES, *AFTER_BACKWARD)
+@named(*READS, *PLAIN, *WRITES, *PLAIN_WRITES, *AFTER_BACKWARD)
 def test_numbers_of_each_rank_are_refused_on_every_rank(ranks: RankPool, use: Use, preset: str) -> None:
     for answer in ranks(2, steps, preset, use, True):
         assert answer[0] in "34", answer  # that step, or what it leaves is read in the next one
-        assert "operations of ranks (0, 1), rank 0 sent" in answer or "Unit `0`: ranks 0 and 1" in answer
+        text = (
+            "Ranks wrote different values into"
+            if use in (*PLAIN, *PLAIN_WRITES)
+            else "operations of ranks (0, 1), rank 0 sent"
+        )
+        assert text in answer or "Unit `0`: ranks 0 and 1" in answer
     assert ranks(2, steps, preset, use, False) == ["trained"] * 2
+
+
+def with_two_models(ctx: RankContext, differing: bool) -> None:
+    """Job: two models of one architecture, of which each rank reads another one's weight."""
+    models = [nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    for model in models:
+        shard(model, "zero3")
+    (models[ctx.rank if differing else 1][0].weight.norm() + models[0](torch.ones(1, WIDTH)).sum()).backward()
+    torch.optim.SGD(models[0].parameters(), lr=0.1).step()
+
+
+def test_the_weights_of_two_models_are_told_apart(ranks: RankPool) -> None:
+    ranks(2, with_two_models, False)
+    told = r"rank 0 sent `reduction of linalg_vector_norm\(0.weight\).*\(0.weight of model 1\)"
+    raises_on_every_rank(lambda: ranks(2, with_two_models, True), LifecycleError, told)
 
 
 @named(another_whole_weight, another_order)

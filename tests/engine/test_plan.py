@@ -130,7 +130,7 @@ def count_second_hop(ctx: RankContext, run: Run) -> dict[str, int]:
         "backward": lambda: training.backward(1),
         "read": lambda: next(training.model.parameters()).grad,
         "read again": lambda: [p.grad for p in training.model.parameters()],
-        "clip": lambda: training.sharded.finish_gradients(),
+        "clip": lambda: training.sharded.internals.engine.finish_gradients(),
         "step": training.optimizer.step,
         "zero_grad": training.optimizer.zero_grad,
     }

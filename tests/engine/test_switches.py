@@ -275,7 +275,7 @@ def train_quantized(ctx: RankContext, run: Run) -> tuple[dict, dict, bool, Count
     """First gradients, parameters, whether the plan was sent, and its bytes by link and dtype."""
     training = start(ctx, run)
     training.backward(0)
-    training.sharded.finish_gradients()
+    training.sharded.internals.engine.finish_gradients()
     first = training.grads()
     training.optimizer.step()
     training.optimizer.zero_grad()

@@ -1,0 +1,90 @@
+"""What is sharded over which ranks, in which memory and with which traffic: what a run prints when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.handle import Sharded
+    from mics_strategy.scopes import Scopes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingReport:
+    """How a model is sharded in this job; as text, a few lines.
+
+    Attributes:
+        scopes: Ranks and axes of every model state.
+        num_units: Units, whose parameters share collectives.
+        num_parameters: Elements of all parameters.
+        num_trained: Elements of those that require gradients.
+        dtypes: Dtypes in which parameters are gathered and gradients reduced, by the dtype in which they are stored.
+        bytes_by_purpose: Bytes that the engine allocated on this rank, by purpose. Optimizers allocate states later.
+        num_micro_steps: Micro-steps of the step that `sent_bytes` are of.
+        sent_bytes: Bytes that this rank sends in one optimizer step, by mesh axis.
+    """
+
+    scopes: Scopes
+    num_units: int
+    num_parameters: int
+    num_trained: int
+    dtypes: Mapping[torch.dtype, tuple[torch.dtype, torch.dtype]]
+    bytes_by_purpose: Mapping[str, int]
+    num_micro_steps: int
+    sent_bytes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        scopes, total_bytes = self.scopes, sum(self.bytes_by_purpose.values())
+        purposes = sorted(self.bytes_by_purpose.items(), key=lambda item: -item[1])
+        num_nodes = scopes.world_size // scopes.ranks_per_node
+        dtypes = [
+            f"{_name(stored)} parameters are gathered in {_name(gathered)}, gradients reduced in {_name(reduced)}"
+            for stored, (gathered, reduced) in self.dtypes.items()
+        ]
+        lines = [
+            f"mics_strategy: parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over "
+            f"{scopes.optimizer} of {scopes.world_size} ranks ({num_nodes} nodes of {scopes.ranks_per_node}).",
+            f"{self.num_parameters:,} parameters in {self.num_units} units, {self.num_trained:,} of them trained; "
+            f"{'; '.join(dtypes)}.",
+            f"Memory of a rank, without optimizer states and activations: {_size(total_bytes)} "
+            f"({', '.join(f'{purpose} {_size(count)}' for purpose, count in purposes if count)}).",
+        ]
+        sent = [f"{_size(count)} over {axis}" for axis, count in self.sent_bytes.items()]
+        step = f"step of {self.num_micro_steps} micro-step{'s' if self.num_micro_steps > 1 else ''}"
+        return "\n".join([*lines, f"A rank sends in a {step}: {', '.join(sent) or 'nothing'}."])
+
+
+def report_of(sharded: Sharded) -> ShardingReport:
+    """The report of a sharded model, with the traffic of a step like the last one."""
+    plan, config = sharded.plan, sharded.config
+    parameters = sharded.internals.parameters
+    stored = dict.fromkeys(parameter.dtype for parameter in parameters)
+    return ShardingReport(
+        scopes=sharded.scopes,
+        num_units=len(sharded.internals.units),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        dtypes={dtype: (config.param_dtype_of(dtype), config.wire_dtype_of(dtype)) for dtype in stored},
+        bytes_by_purpose=dict(sharded.memory.bytes_by_purpose),
+        num_micro_steps=plan.num_micro_steps,
+        sent_bytes={axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)},
+    )
+
+
+def print_report(sharded: Sharded) -> None:
+    """Print the report on rank 0."""
+    if sharded.internals.groups.rank == 0:
+        print(report_of(sharded), flush=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(num_bytes: int) -> str:
+    unit, factor = next((pair for pair in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= pair[1]), ("kB", 1e3))
+    return f"{num_bytes / factor:.3g} {unit}"

@@ -1,0 +1,92 @@
+"""A sharded model says how it is sharded; with a framework, rank 0 prints it."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from mics_strategy import shard
+from mics_strategy.engine.report import ShardingReport
+from tests.accelerate.runs import accelerator
+from tests.accelerate.runs import run as run_accelerate
+from tests.lightning.fabric_runs import launched
+from tests.lightning.runs import run, trainer
+from tests.ranks import RankContext, RankPool
+
+WIDTH = 8
+
+
+def network() -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def reported(ctx: RankContext) -> tuple[ShardingReport, str, dict[str, int], int, float]:
+    """Job: the report, its text, and what it should say of memory, of a step's bytes on both axes, and after it."""
+    model = network()
+    sharded = shard(model, "mics", units=[nn.Linear], param_dtype="bfloat16")
+    report = sharded.report()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sent = sum(row.sent_bytes for row in sharded.traffic())
+    return report, str(report), dict(sharded.memory.bytes_by_purpose), sharded.plan.sent_bytes(), sent
+
+
+def test_it_says_scopes_units_dtypes_memory_and_traffic(ranks: RankPool) -> None:
+    report, text, memory, planned_bytes, sent_bytes = ranks(4, reported, ranks_per_node=2)[1]
+    assert report.bytes_by_purpose == memory
+    assert sum(report.sent_bytes.values()) == planned_bytes == sent_bytes
+    assert {*report.sent_bytes} == {"intra_node", "inter_node", "intra_node+inter_node"}
+    assert (report.num_units, report.num_parameters, report.num_trained) == (4, 216, 152)
+    assert report.dtypes == {torch.float32: (torch.bfloat16, torch.float32)}
+    for said in (
+        "parameters over 2, gradients over 2, optimizer states over 2 of 4 ranks (2 nodes of 2).",
+        "216 parameters in 4 units, 152 of them trained; float32 parameters are gathered in bfloat16, gradients",
+        f"activations: {sum(memory.values()) / 1e3:.3g} kB (",
+        "A rank sends in a step of 1 micro-step: ",
+        f"{report.sent_bytes['inter_node'] / 1e3:.3g} kB over inter_node.",
+    ):
+        assert said in text
+
+
+def alone(ctx: RankContext) -> str:
+    return str(shard(network(), "mics").report())
+
+
+def test_one_rank_sends_nothing(ranks: RankPool) -> None:
+    assert ranks(1, alone)[0].endswith("A rank sends in a step of 1 micro-step: nothing.")
+
+
+def in_fabric(ctx: RankContext) -> None:
+    launched(ctx).setup_module(network())
+
+
+def in_a_trainer(ctx: RankContext) -> None:
+    trainer(ctx, "mics", max_steps=1).fit(BoringModel(), torch.ones(4, 1, 32))
+
+
+def in_accelerate(ctx: RankContext) -> None:
+    accelerator("mics").prepare(network())
+
+
+def printed(ctx: RankContext, use: object) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        use(ctx)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("use", [in_fabric, in_a_trainer])
+def test_rank_0_prints_it_under_lightning(ranks: RankPool, use: object) -> None:
+    first, second = run(ranks, 2, printed, use)
+    assert first.count("optimizer states over 2 of 2 ranks") == 1
+    assert "A rank sends" not in second
+
+
+def test_rank_0_prints_it_under_accelerate(ranks: RankPool) -> None:
+    first, second = run_accelerate(ranks, 2, printed, in_accelerate)
+    assert first.count("optimizer states over 2 of 2 ranks") == 1
+    assert "A rank sends" not in second
