@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
 # Hundreds of interpreters are started: none compiles again what another one has, whatever the environment says of it.
-TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(CASES)
 # What they print is passed on line by line, so that no line of one is in a line of another.
 BY_LINE = 2>&1 | sed --unbuffered ""
 SIDE_BY_SIDE = $(MAKE) --jobs=3 --keep-going
@@ -50,7 +50,7 @@ test-engine: venv
 test-rest: venv
 	$(TEST) -m "not slow" $(REST) $(BY_LINE)
 
-# Launchers, interpreters, kills, benchmarks and the wide products of parameters.
+# Launchers, interpreters, kills and benchmarks. CASES=--every-case also runs what `wide` leaves out.
 test-slow: venv
 	@echo "Three parts of the slow tier run side by side; each says how far it is, and at its end what it found."
 	@$(SIDE_BY_SIDE) test-slow-engine test-slow-recipes test-slow-rest

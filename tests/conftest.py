@@ -28,7 +28,7 @@ import torch.distributed as dist
 from tests.ranks import RankPool
 from tests.seeds import seed_generators
 from tests.shared_jobs import Batches, SharedJobs, siblings
-from tests.tiers import is_interpreter, outside_fast_tier
+from tests.tiers import is_interpreter, left_out
 
 # Ranks wake one another all the time, more of them than there are cores. In this class of the scheduler the one that
 # wakes up waits for its turn: tests with ranks take a tenth less time beside others, and a quarter less alone.
@@ -54,15 +54,18 @@ def _note_interpreters(event: str, args: tuple[object, ...]) -> None:
 sys.addaudithook(_note_interpreters)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of the weekly workflow."""
+    parser.addoption("--every-case", action="store_true", help="run also what `wide` leaves out")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what a `wide` product of parameters leaves out of the fast tier."""
-    tiers = outside_fast_tier(items)
-    for item in tiers.slow:
-        item.add_marker(pytest.mark.slow)
-    left_out = {*tiers.left_out}
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=tiers.left_out)
+    """Deselect what a `wide` product of parameters leaves out."""
+    if not config.option.every_case:
+        deselected = left_out(items)
+        skipped = {*deselected}
+        items[:] = [item for item in items if item not in skipped]
+        config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module or a session start interpreters

@@ -35,9 +35,8 @@ def test_slow_interpreter(): subprocess.run([sys.executable, "-c", ""])
 @pytest.mark.wide
 @pytest.mark.parametrize("letter", "xyz")
 @pytest.mark.parametrize(("number", "word"), [(1, "odd"), (2, "even")])
-def test_a_diagonal_is_shared(letter, number, word, request):
-    assert letter + word in ("xodd", "yeven", "zodd")
-    assert (letter == "y") == bool(request.node.get_closest_marker("slow"))
+def test_a_diagonal_is_run(letter, number, word):
+    assert letter + word in ("xodd", "zodd")
 def test_job(ranks): assert ranks(2, len_of_path) == [2, 2]
 def len_of_path(ctx): return dist.get_world_size()
 """
@@ -77,4 +76,4 @@ def test_every_offender_is_caught_and_no_other_test(tmp_path: Path) -> None:
         *("test_grad_mode", "test_warning", "test_old_call", "test_interpreter"),
     }, run.stdout
     passed = {line.split("::")[1] for line in lines if line.startswith("PASSED ")}
-    assert sum(name.startswith("test_a_diagonal_is_shared[") for name in passed) == 3
+    assert sum(name.startswith("test_a_diagonal_is_run[") for name in passed) == 2

@@ -61,7 +61,7 @@ def test_memory_is_what_the_page_calculates(ranks: RankPool) -> None:
         assert measured == 4 * 64 * 64 * PRESETS["bytes_of_states"](scopes), preset
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide(every=6)
 @pytest.mark.parametrize("num_trained", [3, 1])
 @pytest.mark.parametrize("frozen_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_states(

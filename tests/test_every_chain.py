@@ -93,7 +93,7 @@ def test_the_chains_are_all_there() -> None:
     assert [len(list(chains(*topology))) for topology in SIMULATED] == [65, 140, 140]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_of_real_ranks_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = list(chains(nodes, per_node))

@@ -81,6 +81,7 @@ def loaded(ctx: RankContext, engine: str, folder: str, form: str) -> dict[str, A
     return end(model, optimizer)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("writer", "reader"), [("fsdp2", "mics"), ("hsdp", "mics"), ("mics", "fsdp2"), ("mics", "hsdp")]
 )

@@ -109,7 +109,7 @@ def resumed(ctx: RankContext, config: str, form: str, folder: str) -> dict[str, 
     return {"losses": losses, "end": job.end(), "saved": saved, "steps": done}
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("config", "form"), [("mics", FORMS[0]), ("mics", FORMS[1]), ("zero3", FORMS[1]), ("zero1", FORMS[0])]
 )
@@ -132,7 +132,7 @@ def loaded(ctx: RankContext, config: str, form: str, folder: str) -> dict[str, A
     return job.end()
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("form", FORMS)
 def test_other_ranks_scopes_and_forms_load_what_was_saved(ranks: RankPool, tmp_path: Path, form: str) -> None:
     folder = str(tmp_path / "state")
@@ -351,7 +351,7 @@ def of_several(ctx: RankContext, config: str, folder: str, is_saving: bool) -> l
     return [*map(values, models), *states]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("writer", ["mics", PLAIN])
 def test_several_models_and_optimizers_get_their_own_back(ranks: RankPool, tmp_path: Path, writer: str) -> None:
     folder = str(tmp_path / "state")

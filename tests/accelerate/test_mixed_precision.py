@@ -68,6 +68,7 @@ def assert_equal_bits(outcome: Outcome, expected: Outcome) -> None:
         assert torch.equal(outcome[0][name], value), name
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("mixed_precision", "options"),

@@ -67,6 +67,7 @@ def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[
     return {**values(first), **values(second)}, numbers
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("limit", [0.3, 300.0], ids=["above the limit", "below the limit"])
 @pytest.mark.parametrize("clip", ["together", "each"])
 def test_several_models_are_clipped_and_trained_as_with_ddp(ranks: RankPool, clip: str, limit: float) -> None:
@@ -180,7 +181,7 @@ def compiled(ctx: RankContext, config: str, form: str) -> tuple[dict[str, Tensor
     return values(plain), numbers
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("form", ["regional", "whole", "by the script"])
 def test_compiled_models_train_and_are_saved_under_plain_names(ranks: RankPool, form: str) -> None:
     equal_to_ddp(ranks, compiled, form, tolerance=2e-5)

@@ -111,7 +111,7 @@ def test_logs_predictions_and_values_equal_those_of_ddp_in_every_layout(ranks: R
     run(ranks, 4, compared, configs, {}, ranks_per_node=2)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
     run(ranks, 4, compared, ["mics"], options, ranks_per_node=2)
@@ -124,7 +124,7 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("options", LOW_PRECISION.values(), ids=LOW_PRECISION)
 def test_bf16_equals_autocast_of_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
     """On two ranks, whose sums have no order: bf16 makes differences of anything else."""

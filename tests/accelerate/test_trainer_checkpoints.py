@@ -50,7 +50,7 @@ def interrupted(ctx: RankContext, kind: str, resumed_kind: str) -> None:
     assert_same(found[1], expected[1], 0.0)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(("kind", "resumed_kind"), [(SHARDED, SHARDED), (FULL, FULL), (SHARDED, FULL)])
 def test_resuming_gives_exactly_the_uninterrupted_training(ranks: RankPool, kind: str, resumed_kind: str) -> None:
     run(ranks, 4, interrupted, kind, resumed_kind, ranks_per_node=2)

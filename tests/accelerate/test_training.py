@@ -89,6 +89,7 @@ def trained_by_ddp(ranks: RankPool, world_size: int, ranks_per_node: int) -> lis
 ORDERS = ["together", "model last", "optimizer first", "optimizer built later"]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order: str) -> None:
     expected = trained_by_ddp(ranks, 4, 2)
@@ -100,7 +101,7 @@ def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order:
         assert own["lr"] == plain["lr"]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-nig"])
 def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     expected = trained_by_ddp(ranks, 4, 2)[0]
@@ -117,6 +118,7 @@ def test_scopes_are_chosen_for_the_accumulation_of_the_accelerator(ranks: RankPo
     assert run(ranks, 2, trained, "auto", "together", {"micro_steps": 7})[0]["micro_steps"] == 7
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("world_size", "partition_size"), [(2, 1), (3, 3), (4, 1), (4, 4)])
 def test_partitions_of_one_rank_and_of_all_equal_ddp(ranks: RankPool, world_size: int, partition_size: int) -> None:
     expected = trained_by_ddp(ranks, world_size, world_size)[0]
@@ -141,6 +143,7 @@ def signalled(ctx: RankContext, config: str, plugin: dict[str, Any]) -> dict[str
     return found if config == PLAIN else {**found, "traffic": acc.sharded_of(model).traffic()}
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     "plugin",
     [{}, {"sync_each_batch": True}, {"sync_with_dataloader": False}],

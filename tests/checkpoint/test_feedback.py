@@ -37,6 +37,7 @@ def train(ctx: RankContext, config: ShardConfig, path: Path, first: int, last: i
     return found
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("case", ["zero3", "zero3, slow", "mics", "ddp"])
 def test_a_resumed_training_has_the_bits_of_the_uninterrupted_one(ranks: RankPool, tmp_path: Path, case: str) -> None:
     whole = ranks(4, train, CONFIGS[case], tmp_path / "saved", 0, STEPS)
@@ -48,6 +49,7 @@ def test_a_resumed_training_has_the_bits_of_the_uninterrupted_one(ranks: RankPoo
                 assert torch.equal(found_left[name], left[name])
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("case", "world", "per_node", "preset"),
     [

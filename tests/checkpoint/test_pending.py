@@ -79,7 +79,7 @@ def save_at_every_turn(ctx: RankContext, run: Run, folder: Path) -> tuple[list[i
     return found, said
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["mics", "ddp", "zero1", "zero3"])
 def test_unused_gradients_are_counted_and_told_once(ranks: RankPool, tmp_path: Path, preset: str) -> None:
     first, second = ranks(2, save_at_every_turn, run_of(preset), tmp_path)

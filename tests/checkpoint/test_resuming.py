@@ -119,6 +119,7 @@ def run_on(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Tensor],
 CODECS: dict[str, Any] = {"int8": "int8", "stochastic": Codec(bits=8, rounding="stochastic")}
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("preset", "codec"), [("mics", "int8"), ("zero1", "stochastic"), ("zero3", "stochastic")])
 def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, preset: str, codec: str) -> None:
     """Bit by bit: parameters, data, losses, scale, rates, dropout, and when gradients are no longer encoded."""
@@ -139,6 +140,7 @@ def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, 
     assert len({loss for _, records, _ in through for _, loss, *_ in records}) > STEPS
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("other", ["zero3", "ddp", "paro-nig"])
 def test_training_goes_on_with_other_scopes_to_rounding(ranks: RankPool, tmp_path: Path, other: str) -> None:
     through = ranks(4, train_through, run_of("mics"), tmp_path / "step-2")

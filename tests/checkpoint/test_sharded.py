@@ -67,6 +67,7 @@ def load_and_tell(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Ten
     return state_of(training), extra, training.sharded.steps_done
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("preset", "asynchronous"), [("mics", False), ("zero1", True), ("paro-igg", True)])
 def test_loads_what_was_saved(ranks: RankPool, tmp_path: Path, preset: str, asynchronous: bool) -> None:
     path = tmp_path / "step-2"
@@ -108,6 +109,7 @@ def load_muon(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
     return muon_state(training)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("world", "preset", "layout"), [(4, "zero3", "tensors"), (2, "mics", "tensors"), (1, "mics", "rows")]
 )
@@ -122,6 +124,7 @@ def test_whole_tensors_load_on_other_ranks(
     assert any(name.endswith("momentum_buffer") for name in found)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "zeropp-hpz", "paro-nig"])
 def test_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path, preset: str) -> None:
     run = run_of(preset)

@@ -71,6 +71,7 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: int
     return found
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.one_job
 @pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, 
     assert others == [first] * 3
 
 
+@pytest.mark.wide(every=2)
 @links
 @pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
 def test_all_ranks_under_several_switches_end_with_the_same_bits(codec: Codec | None, links: str) -> None:

@@ -63,6 +63,7 @@ def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: int, n
     return found
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.one_job
 @pytest.mark.parametrize("kind", ["reduce", "all_reduce"])
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ READERS = {
 }
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("name", READERS)
 def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, name: str) -> None:
     case, config = READERS[name]

@@ -65,7 +65,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(("preset", "option"), CELLS)
 def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, option: str) -> None:
     """Not even where every launch blocks, as under CUDA_LAUNCH_BLOCKING=1; and nothing races on any rank."""
@@ -95,7 +95,7 @@ def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str
         training.step()
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(("preset", "option"), [("zeropp", "overlap"), ("paro-igg", "no_overlap")])
 def test_ranks_that_use_different_recomputed_units_do_not_wait_in_a_circle(

@@ -115,6 +115,7 @@ def encoded_units(preset: str, role: str, **options: Any) -> list[str]:
     return units
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("preset", "options", "role", "units"), QUANTIZED, ids=[f"{preset} {role}" for preset, _, role, _ in QUANTIZED]
 )

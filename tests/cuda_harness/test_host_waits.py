@@ -43,6 +43,7 @@ def _waits(preset: str, loop: Loop, **options: Any) -> list[str]:
     return run(config_of(preset, **options), after_start_up).waits
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_host_waits_for_nothing_in_a_step(preset: str) -> None:
     assert _waits(preset, declared) == []
@@ -74,14 +75,14 @@ def test_the_host_waits_once_for_all_large_buffers_and_for_no_small_ones(
     assert all("module_buffers.py" in wait for wait in found)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(("preset", "loop"), list(zip(PRESETS, itertools.cycle((reading, left_out)), strict=False)))
 def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, loop: Loop) -> None:
     """Where it must know: a rank that has left a layer out asks whether another rank has used it."""
     assert [wait for wait in _waits(preset, loop) if COUNTS not in wait] == []
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["mics", "ddp", "zeropp", "paro-iig"])
 def test_with_a_second_hop_in_every_backward_the_host_waits_for_the_one_before(preset: str) -> None:
     """For all of it, at the end of this one, so the device has all of this one to do meanwhile."""

@@ -156,6 +156,7 @@ def _check_page(engine: Engine, nodes: int) -> None:
     assert columns_of(engine, nodes) == on_the_page()[engine.name, engine.codecs, nodes]
 
 
+@pytest.mark.wide(every=2)
 @counts_of_torch
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_the_page_says_what_is_launched_on_many_nodes(engine: Engine) -> None:

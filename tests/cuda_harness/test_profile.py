@@ -30,6 +30,7 @@ def train(preset: str, *, is_profiled: bool, recomputes: str = "") -> tuple[Mach
     return machine, timeline
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_kernels_collectives_and_their_order_are_those_without_a_profile(preset: str) -> None:
     plain, _ = train(preset, is_profiled=False)

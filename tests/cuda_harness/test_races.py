@@ -71,12 +71,13 @@ def _cells() -> list[Any]:
     return cells
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(("preset", "option", "loop", "recomputes"), _cells())
 def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recomputes: str) -> None:
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
 @pytest.mark.parametrize("option", ["default", "bf16", "every backward"])
 def test_an_optimizer_writes_behind_the_gathers_of_an_interrupted_forward(preset: str, option: str) -> None:

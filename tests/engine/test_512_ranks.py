@@ -53,7 +53,7 @@ def count_presets(ctx: RankContext, presets: list[str], rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("rank", [0, 9, 511])
 def test_every_preset_sends_what_was_planned(ranks: RankPool, rank: int) -> None:
     assert ranks(1, count_presets, list(ShardConfig.PRESETS), rank, default_group=False) == [[]]

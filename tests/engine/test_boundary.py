@@ -212,7 +212,7 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
     return results
 
 
-@pytest.mark.wide(every=5)
+@pytest.mark.wide(every=7)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
     first = [*PRESETS].index(preset) % 5
@@ -283,6 +283,7 @@ def sums_of_bf16(ctx: RankContext, lengths: list[int], is_predicted: bool) -> li
     return held
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("last", [2, 3, 4])
 def test_a_wrong_prediction_rounds_no_sum_to_16_bits(ranks: RankPool, last: int) -> None:
     lengths = [2, 2, last]
@@ -315,6 +316,7 @@ def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> 
     return [unit.name for unit in sharded.internals.units[1:]], list(events)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("lengths", [[2, 2, 2], [3, 1, 1, 1], [2, 3, 3, 3]], ids=str)
 @pytest.mark.parametrize(("preset", "kind"), [("mics", "all_reduce"), ("paro-iig", "reduce_scatter")])
 def test_the_second_hop_of_a_loop_without_signal_starts_in_its_last_backward(
@@ -348,6 +350,7 @@ def early_hops_beside_an_unused_unit(ctx: RankContext, preset: str) -> list[int]
     return early
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PREDICTED)
 def test_a_unit_that_no_rank_uses_holds_up_no_other(ranks: RankPool, preset: str) -> None:
     for early in ranks(4, early_hops_beside_an_unused_unit, preset, ranks_per_node=2):
@@ -368,6 +371,7 @@ def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[flo
     return outcomes
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "paro-nig", "paro-iig"])
 def test_a_right_prediction_gives_the_bits_of_the_declaration(ranks: RankPool, preset: str) -> None:
     for told, untold in ranks(4, told_and_untold, PRESETS[preset], ranks_per_node=2):
@@ -392,6 +396,7 @@ def drop_some_sharded(ctx: RankContext, config: ShardConfig) -> list[list[Tensor
     return dropped
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "paro-iig", "ddp"])
 def test_a_dropped_gradient_leaves_the_others_of_its_unit(ranks: RankPool, preset: str) -> None:
     expected = drop_some(start(range(4), None), False)
@@ -416,6 +421,7 @@ def traffic_by_step(ctx: RankContext, config: ShardConfig, lengths: list[int]) -
     return found
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "paro-nig", "paro-iig", "zeropp-hpz-in-node", "no-second-hop-overlap"])
 def test_the_plan_names_the_second_hops_of_a_wrong_prediction(ranks: RankPool, preset: str) -> None:
     lengths = [2, 2, 2, 4, 2, 2, 1, 3]
@@ -446,6 +452,7 @@ def traffic_where_gradients_are_dropped(ctx: RankContext, config: ShardConfig, r
     return found
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("preset", ["mics", "paro-iig", "ddp", "no-second-hop-overlap"])
 def test_the_plan_names_the_second_hops_of_windows_that_are_read_or_begun_again(

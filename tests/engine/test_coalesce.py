@@ -111,6 +111,7 @@ def even() -> Case:
     return Case(build=build, batch=batch, loss=loss, units=(Even,))
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_coalesced_training_equals_plain_with_one_launch_for_a_unit(preset: str) -> None:
     run = run_of(preset, coalesce=True)

@@ -81,7 +81,7 @@ def distances_of_each(ctx: RankContext, configs: list[ShardConfig]) -> list[dict
     return [distances(ctx, config) for config in configs]
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_small_values_next_to_large_ones_keep_their_digits(ranks: RankPool, preset: str) -> None:
     configs = {case: config for case in CASES if (config := config_of(preset, case)) is not None}

@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("case", CASES)
 def test_forwards_see_what_the_twin_holds(ranks: RankPool, case: str) -> None:
     options, each = CASES[case]
@@ -158,6 +159,7 @@ def seen_after_nonfinite_step(ctx: RankContext, options: dict[str, Any], value: 
     return loop.model.seen[-1], masters
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_that_are_set_back_after_a_step_that_was_not_finite_arrive(

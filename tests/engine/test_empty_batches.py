@@ -45,7 +45,7 @@ def train_with_an_empty_batch(ctx: RankContext, preset: str, kind: str) -> list[
     return [parameter.full_tensor().sum().item() for parameter in model.parameters()]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("preset", "world_size", "per_node"),
     [("mics", 2, 2), ("mics", 4, 2), ("zero3", 4, 2), ("zero2", 4, 2), ("ddp", 4, 2), ("zero1", 2, 2)],

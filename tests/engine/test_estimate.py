@@ -47,6 +47,7 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
     return estimate_memory(model, config, num_nodes=2, ranks_per_node=2, units=case.units)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.params}-{config.grads}-{config.optimizer}")
 def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     """All purposes except those in which gloo differs from a GPU.

@@ -172,6 +172,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.one_job
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_residuals_are_what_was_not_sent(ranks: RankPool, loop: str) -> None:

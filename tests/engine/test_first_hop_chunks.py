@@ -96,7 +96,7 @@ CONFIGS = {
 SHARED_LOOPS = ("always", "twice", "now and then")  # where parameters are sharded, all ranks run the same units
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("preset", "name"),
     [(p, n) for p, config in CONFIGS.items() for n in (LOOPS if config.params == "replicate" else SHARED_LOOPS)],

@@ -68,6 +68,7 @@ def test_the_counted_methods_exist() -> None:
     assert all(any(callable(getattr(kind, name, None)) for kind in classes) for name in WIRE)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "zeropp-hpz", "zero1", "ddp", "paro-iig"])
 def test_on_a_gpu_every_collective_is_near_its_hook(preset: str) -> None:
     with stacks_to_the_wire() as stacks:

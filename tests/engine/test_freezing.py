@@ -40,7 +40,7 @@ def frozen_for_some_steps(loop: Loop) -> Seen:
     return [loop.values()]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("runs", "is_declared"), [(RUNS, False), (ADAMW, True)], ids=["momentum-undeclared", "adamw-declared"]
 )
@@ -126,7 +126,7 @@ def reductions(ctx: RankContext, run: Run) -> tuple[Counter[Kind], Counter[Kind]
     return counted.carried, planned_kinds(type(plan)(collectives=tuple(of_gradients), num_micro_steps=1))
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", [*PRESETS, "zero3"])
 def test_a_frozen_unit_sends_no_gradients(ranks: RankPool, preset: str) -> None:
     for sent, planned in ranks(

@@ -43,6 +43,7 @@ def test_buffers_are_not_larger_than_those_of_fsdp2(name: str) -> None:
     assert sum(buffers.values()) <= memory.of_fsdp2(name, memory.LAYERS)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", memory.SIZES)
 def test_shards_are_those_of_fsdp2_and_padding(name: str) -> None:
     """Masters and gradients, with no copy of the masters in bf16."""

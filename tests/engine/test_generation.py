@@ -43,6 +43,7 @@ def generated(ctx: RankContext, build: Callable[[], Any], preset: str) -> Tensor
     return text(model, ctx.rank)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 @pytest.mark.parametrize("build", [llama, t5])
 def test_text_is_that_of_the_plain_model_on_every_rank(ranks: RankPool, build: Any, preset: str) -> None:

@@ -70,7 +70,7 @@ def test_backward_through_a_secondary_copy(ranks: RankPool, pattern: Pattern) ->
     _check(ranks, Run(case=models.transformer, config=ZEROPP), pattern, 4)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @backwards
 def test_backward_through_unsharded_parameters(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ShardConfig()), pattern, 2)
@@ -81,13 +81,13 @@ def test_backward_with_two_hops(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=IIG), pattern, 4)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @backwards
 def test_backward_through_parameters_that_are_not_sharded(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ZERO2), pattern, 2)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @windows
 def test_window_with_one_buffer(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.tied, config=MICS), pattern, 4)
@@ -98,13 +98,13 @@ def test_window_with_two_buffers(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.tied, config=IIG), pattern, 4)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @windows
 def test_window_without_sharding(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.tied, config=ShardConfig.preset("ddp")), pattern, 2)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @windows
 def test_window_of_tiny_parameters(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.scalar, config=ShardConfig.preset("zero1")), pattern, 2)

@@ -27,12 +27,13 @@ def _train_one(ctx: RankContext, run: Run) -> Outcome:
     return train(ctx, run)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_two_nodes_of_four(preset: str) -> None:
     _check(Run(case=models.scalar, config=ShardConfig.preset(preset), steps=2, accumulation=2), 8, 4)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     "degrees", [(1, 2, 4), (2, 2, 8), (1, 4, 16), (2, 8, 8), (4, 2, 16), (8, 8, 8), (16, 1, 16), (2, 1, 4)], ids=str
 )
@@ -42,7 +43,7 @@ def test_four_nodes_of_four_in_any_chain_of_scopes(degrees: tuple[int, int, int]
     _check(Run(case=unused_alike, config=config, steps=2, accumulation=2), 16, 4)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
 def test_eight_nodes_of_four(preset: str) -> None:
     _check(Run(case=models.mlp, config=ShardConfig.preset(preset), steps=2), 32, 4)

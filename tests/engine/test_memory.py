@@ -120,7 +120,7 @@ def _numel_by_unit(case: models.Case, ranks: int) -> list[int]:
     return [layout.full_numel for layout in layouts]
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset)
@@ -135,7 +135,7 @@ def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> N
     assert ("unsharded parameters" in purposes) is (params == 1 < optimizer)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_parameters_in_another_dtype_are_kept_only_where_fewer_ranks_share_them(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset, param_dtype="bfloat16")

@@ -132,7 +132,7 @@ def cases() -> Iterator[Any]:
                     yield name, accumulation, says, recomputes
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("name", "accumulation", "says", "recomputes"), list(cases()))
 def test_buffers_in_training_are_those_of_ddp(
     ranks: RankPool, name: str, accumulation: int, says: bool, recomputes: bool

@@ -59,7 +59,7 @@ def test_odd_models_train_as_plain(ranks: RankPool) -> None:
     assert_right(ranks, pair_names_and_settings(list(OTHERS), PRESETS), 4, 2)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("ranks_per_node", [2, 3], ids=["3 nodes", "2 nodes"])
 def test_six_ranks_train_as_plain(ranks: RankPool, ranks_per_node: int) -> None:
     """Every preset, with partitions of a node or of all ranks.

@@ -11,7 +11,7 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "mics", "paro-nig", "
 OF_8 = ("zero3", "zeropp-hpz", "mics", "paro-ngg")
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(
     ("world_size", "per_node", "preset"),
     [

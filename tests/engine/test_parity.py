@@ -54,7 +54,7 @@ def test_every_paro_triple_trains_as_plain(ranks: RankPool, preset: str) -> None
     _check(ranks, 4, run, ranks_per_node=2)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PARO)
 def test_every_paro_triple_trains_tiny_parameters_as_plain(ranks: RankPool, preset: str) -> None:
     _check(ranks, 4, Run(case=models.scalar, config=ShardConfig.preset(preset), accumulation=2), ranks_per_node=2)

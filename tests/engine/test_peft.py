@@ -99,7 +99,7 @@ def test_every_adapter_trains_as_plain(ranks: RankPool, preset: str, case: Make)
     _check(ranks, 4, [_run(case, preset, accumulation=2)])
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("case", OTHERS, ids=_name)
 def test_every_adapter_trains_as_plain_on_two_ranks(ranks: RankPool, case: Make) -> None:
     _check(ranks, 2, [_run(case, preset) for preset in ("zero2", "zero3")])

@@ -105,7 +105,7 @@ def evaluate_without_adapter(ctx: RankContext, run: Run) -> tuple[float, float, 
     return without, with_adapter, _continue(training)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("case", "preset"), SETTINGS, ids=_name)
 def test_evaluation_without_the_adapter_is_plain_and_changes_nothing(ranks: RankPool, case: Any, preset: str) -> None:
     run = _run(case, preset)
@@ -129,7 +129,7 @@ def merge_and_unmerge(ctx: RankContext, run: Run) -> tuple[float, dict[str, Tens
     return loss, _continue(training)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("case", "preset"), SETTINGS, ids=_name)
 def test_a_merged_adapter_evaluates_as_plain_and_can_be_taken_out(ranks: RankPool, case: Any, preset: str) -> None:
     run = _run(case, preset)
@@ -187,7 +187,7 @@ def load_adapter(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Te
     return loaded, _continue(training)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["mics", "ddp", "zero1", "zero3"])
 def test_a_saved_adapter_is_loaded_into_shards(ranks: RankPool, preset: str, tmp_path: Path) -> None:
     run = _run(lora_and_a_trained_head, preset).replace(optimizer="sgd")

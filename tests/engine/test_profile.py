@@ -343,6 +343,7 @@ def with_options(ctx: RankContext, preset: str, options: dict[str, Any]) -> tupl
     return sum(row.sent_bytes for row in sharded.traffic()), recorded_bytes, lacking
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.one_job
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_byte_of_the_traffic_log_is_recorded(ranks: RankPool, variant: str) -> None:

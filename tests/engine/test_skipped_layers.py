@@ -133,7 +133,7 @@ def check(results: list[Parameters], parameters: Parameters) -> None:
             torch.testing.assert_close(value, parameters[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide(every=6)
 @pytest.mark.parametrize(("body", "config", "checkpointed"), CELLS)
 def test_several_losses(ranks: RankPool, body: Any, config: str, checkpointed: str) -> None:
     blocks = CHECKPOINTS[checkpointed]
@@ -215,7 +215,7 @@ def gradients(ctx: RankContext, config: ShardConfig, failing: frozenset[int], pl
     return wholes({name: each.grad for name, each in model.named_parameters()})
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("place", ["head", "blocks.1"])
 @pytest.mark.parametrize(
     ("config", "failing", "skipped"),
@@ -245,7 +245,7 @@ def one_loss(rank: Rank, step: int) -> None:
     Rank(rank.model, rank.rank, skipped=3).loss(step).backward()
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide(every=6)
 @pytest.mark.parametrize("num_before", [0, 2], ids=["at first", "later"])
 @pytest.mark.parametrize("config", ["zero2", "zero2, no overlap", "paro-nig"])
 @pytest.mark.parametrize("place", ["head", "blocks.1"])

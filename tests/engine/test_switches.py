@@ -101,7 +101,7 @@ def _forget_meshes() -> Iterator[None]:
     forget_meshes()
 
 
-@pytest.mark.wide(every=5)
+@pytest.mark.wide(every=7)
 @pytest.mark.parametrize("config", configs_under(SIMULATED, 6), ids=lambda c: f"{c.params}-{c.grads}-{c.optimizer}")
 def test_two_switches_of_three_nodes_train_as_plain_and_send_the_plan(config: ShardConfig) -> None:
     check(simulate(12, train_and_compare, [config], ranks_per_node=2), [config], 12)
@@ -119,6 +119,7 @@ def test_presets_on_two_switches_of_two_nodes(ranks: RankPool) -> None:
     check(ranks(8, train_and_compare, configs, ranks_per_node=2), configs, 8)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("nodes_per_switch", [0, 1, 3, 8])
 def test_three_nodes_train_as_plain_and_send_the_plan(ranks: RankPool, nodes_per_switch: int) -> None:
     """With one node under each switch, all links between nodes are slow ones; with all, none is."""
@@ -303,7 +304,7 @@ def check_quantized(found: list[Any], run: Run, world: int) -> None:
     assert torch.uint8 not in {dtype for link, dtype in by_link if link == "intra_node"}
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", SLOW_CODECS)
 def test_codecs_encode_all_that_leaves_a_node_and_nothing_else(preset: str) -> None:
     config = ShardConfig.preset(preset, topology=SIMULATED, **SLOW_CODECS[preset])

@@ -107,7 +107,7 @@ def kill_the_stalled_rank(ctx: RankContext) -> None:
         os.kill(int(Path("silent").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("world_size", "per_node", "preset", "options", "silent", "where"),
     [

@@ -38,7 +38,7 @@ def run_of(preset: str, from_bytes: int = FROM_BYTES, **options: object) -> Run:
     return Run(case=models.transformer, config=config, accumulation=2, steps=NUM_STEPS)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (8, 4)])
 def test_training_equals_plain_training(ranks: RankPool, preset: str, world_size: int, per_node: int) -> None:

@@ -37,7 +37,7 @@ def loops_of(setting: str) -> list[str]:
     return list(unusual.LOOPS) if place == 0 else list(unusual.LOOPS)[place - 1 :: 7]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_unusual_loops_train_as_a_plain_process_does(ranks: RankPool, setting: str) -> None:
     names = loops_of(setting)

@@ -64,6 +64,7 @@ def trained(ctx: RankContext, limit: float, config: ShardConfig) -> dict[str, Te
     return wholes(dict(model.named_parameters()))
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "paro-nig", "zeropp-hpz"])
 def test_writes_that_change_nothing_cost_masters_no_precision(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset, param_dtype="bfloat16")

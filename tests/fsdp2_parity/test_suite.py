@@ -12,16 +12,17 @@ from tests.fsdp2_parity.suite import AREAS
 from tests.ranks import RankError, RankPool, assert_refused, refusal
 
 SCENARIOS = {(area, name): each for area, cases in AREAS.items() for name, each in cases.scenarios.items()}
-TRAINED = [
-    pytest.param(
-        scenario,
-        placement,
-        id=f"{area}: {name}: {placement}",
-        marks=[pytest.mark.slow] * (scenario.is_slow or turn != number % 2),
-    )
-    for number, ((area, name), scenario) in enumerate(SCENARIOS.items())
-    for turn, placement in enumerate(scenario.placements)
-]
+TRAINED, OTHERWISE = (
+    [
+        pytest.param(
+            scenario, placement, id=f"{area}: {name}: {placement}", marks=[pytest.mark.slow] * scenario.is_slow
+        )
+        for number, ((area, name), scenario) in enumerate(SCENARIOS.items())
+        for turn, placement in enumerate(scenario.placements)
+        if (turn == number % 2) == is_its_turn
+    ]
+    for is_its_turn in (True, False)
+)
 ON_TWO_NODES = [
     pytest.param(dataclasses.replace(scenario, ranks=4), ("part", "hybrid")[number % 2], id=f"{area}: {name}")
     for number, ((area, name), scenario) in enumerate(SCENARIOS.items())
@@ -44,6 +45,16 @@ def test_a_scenario_trains_as_a_plain_process(ranks: RankPool, scenario: Scenari
 
 
 @pytest.mark.slow
+@pytest.mark.wide(every=5)
+@pytest.mark.one_job
+@pytest.mark.parametrize(("scenario", "placement"), OTHERWISE)
+def test_it_does_in_its_other_placements(ranks: RankPool, scenario: Scenario, placement: str) -> None:
+    found = ranks(scenario.ranks, sharded, scenario, placement, ranks_per_node=min(scenario.ranks, 2))
+    assert_parity(found, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.wide(every=5)
 @pytest.mark.one_job
 @pytest.mark.parametrize(("scenario", "placement"), ON_TWO_NODES)
 def test_it_does_on_two_nodes(ranks: RankPool, scenario: Scenario, placement: str) -> None:
@@ -51,6 +62,7 @@ def test_it_does_on_two_nodes(ranks: RankPool, scenario: Scenario, placement: st
 
 
 @pytest.mark.slow
+@pytest.mark.wide(every=7)
 @pytest.mark.one_job
 @pytest.mark.parametrize("scenario", BY_FSDP2)
 def test_fsdp2_trains_it_as_a_plain_process(ranks: RankPool, scenario: Scenario) -> None:

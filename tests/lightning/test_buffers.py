@@ -55,6 +55,7 @@ def _fit(ctx: RankContext, strategy: Any, is_manual: bool) -> tuple[dict[str, Te
     return whole(fitting), module.losses, contents(module)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("strategy", ["mics", "mics_zero3", "mics_zero1"])
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 def test_a_codebook_is_that_of_ddp(ranks: RankPool, strategy: str, is_manual: bool) -> None:

@@ -67,6 +67,7 @@ def test_a_checkpoint_is_the_one_that_ddp_writes(ranks: RankPool, tmp_path: Path
     assert found["lr_schedulers"] == expected["lr_schedulers"]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("saves", "resumes"), [("mics", "ddp"), ("ddp", "mics"), ("mics", "mics")])
 def test_training_resumes_from_each_others_checkpoints_exactly(
     ranks: RankPool, tmp_path: Path, saves: str, resumes: str
@@ -95,6 +96,7 @@ def _same_data(ctx: RankContext, overrides: dict[str, Any], path: str, resumes: 
     return whole(fitting)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [((4, 2), (2, 1)), ((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 4), (4, 1)), ((3, 3), (4, 2))],

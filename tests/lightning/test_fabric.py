@@ -58,6 +58,7 @@ def _refuse_unequal_replicas(fabric: Any, model: Any) -> None:
     assert all((value == value[0]).all() for value in everywhere.values())
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("order", ["jointly", "optimizer built later", "optimizer built before"])
 def test_training_equals_ddp_in_every_order_of_setting_up(ranks: RankPool, order: str) -> None:
     expected, norms = run(ranks, 4, _accumulated, "ddp", order, "right", ranks_per_node=2)[0]
@@ -75,6 +76,7 @@ def test_a_wrong_signal_costs_overlap_and_no_gradient(ranks: RankPool) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", ["mics_zero1", "mics_zero2", "mics_zero3", "mics_ddp"])
 def test_other_presets_equal_ddp(ranks: RankPool, name: str) -> None:
     expected, _ = run(ranks, 2, _accumulated, "ddp", "jointly", "right")[0]

@@ -94,7 +94,7 @@ KINDS = ["ddp", "mics", "sharded"]
 PAIRS = [(a, b) for a in KINDS for b in KINDS if (a, b) not in {("ddp", "ddp"), ("sharded", "ddp")}]
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_training_resumes_from_each_others_checkpoints_exactly(
     ranks: RankPool, tmp_path: Path, writer: str, reader: str

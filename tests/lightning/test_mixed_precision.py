@@ -133,6 +133,7 @@ def compared(ctx: RankContext, precision: str, reduce_dtype: str) -> dict[str, t
     return outcomes
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("precision", "reduce_dtype"), CASES)
 def test_training_is_that_of_fsdp2_to_the_bit(
@@ -191,6 +192,7 @@ def true_precision(ctx: RankContext, precision: str) -> tuple[Outcome, Outcome]:
     return (full_values(module, "model."), module.losses), (full_values(model), losses)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("world_size", "num_nodes"),
     [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
@@ -232,7 +234,7 @@ def round_trip(ctx: RankContext, path: str, before: dict[str, Any]) -> tuple[boo
     return is_equal, dtypes, resumed.strategy.sharded.config.param_dtype == torch.bfloat16
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 @pytest.mark.parametrize("before", [{}, {"param_dtype": "float32"}], ids=["the default", "autocast"])
 def test_checkpoints_hold_fp32_masters_and_those_of_autocast_load(
@@ -318,7 +320,7 @@ NOTICES: dict[str, tuple[dict[str, Any], Any, str, str]] = {
 }
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("name", NOTICES)
 def test_rank_0_says_what_is_gathered_and_reduced_in_one_line(ranks: RankPool, name: str) -> None:
     options, dtype, line, warning = NOTICES[name]

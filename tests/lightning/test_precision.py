@@ -82,6 +82,7 @@ def _like_ddp(ctx: RankContext, precision: Any) -> None:
     assert_same(found, expected, tolerance=1e-2 if precision == "bf16-true" else 1e-6)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
 def test_training_in_another_precision_equals_ddp(ranks: RankPool, precision: str) -> None:
     run(ranks, 4, _like_ddp, precision, ranks_per_node=2)

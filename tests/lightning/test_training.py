@@ -26,7 +26,7 @@ def _like_ddp(
     return module.losses
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "mics", "paro-iig"])
 def test_every_kind_of_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     losses = run(ranks, 4, _like_ddp, config, {}, "sgd", {}, ranks_per_node=2)
@@ -47,6 +47,7 @@ def test_every_preset_accumulates_and_clips_as_ddp(ranks: RankPool) -> None:
     run(ranks, 4, _all_like_ddp, [*exact, "auto"], ranks_per_node=2)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_partition_size_equals_ddp(ranks: RankPool, size: int) -> None:
     run(ranks, 4, _like_ddp, "mics", {"partition_size": size}, "adam_scheduler", {"max_epochs": 2})

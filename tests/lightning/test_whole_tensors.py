@@ -22,7 +22,7 @@ def _fit(ctx: RankContext, strategy: str) -> dict[str, Tensor]:
     return fitted(ctx, _strategy(strategy), Regression("adafactor"), loader(), max_epochs=2, **OPTIONS)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("config", ["zero1", "zero3", "mics", "paro-iig"])
 def test_training_equals_ddp(ranks: RankPool, config: str) -> None:
     expected = run(ranks, 4, _fit, "ddp", ranks_per_node=2)
@@ -39,6 +39,7 @@ def _save_and_resume(ctx: RankContext, saves: str, resumes: str, path: str) -> d
     return whole(second)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("saves", "resumes"), [("mics", "zero3"), ("ddp", "mics"), ("mics", "ddp")])
 def test_training_goes_on_from_a_checkpoint(ranks: RankPool, tmp_path: Path, saves: str, resumes: str) -> None:
     expected = run(ranks, 4, _fit, "ddp", ranks_per_node=2)

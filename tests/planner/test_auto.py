@@ -152,7 +152,7 @@ AGREEMENT = {
 }
 
 
-@pytest.mark.wide(every=5)
+@pytest.mark.wide(every=7)
 @pytest.mark.parametrize("name", AGREEMENT)
 def test_the_choice_is_about_as_fast_as_the_solvers(name: str) -> None:
     """With stated activations and micro-steps. The job is simulated with all that the solver knows."""

@@ -167,6 +167,7 @@ def planned(config: ShardConfig) -> dict[str, int]:
     return EngineBuffers(describe(SMALL, TOKENS), config, scopes, torch.float32).bytes_by_purpose()
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", REAL, ids=describe_config)
 def test_ranks_of_gloo_allocate_what_is_planned(ranks: RankPool, config: ShardConfig) -> None:
     expected = sum(v for k, v in planned(config).items() if k not in STAGING)
@@ -174,6 +175,7 @@ def test_ranks_of_gloo_allocate_what_is_planned(ranks: RankPool, config: ShardCo
         assert sum(v for k, v in found.items() if k not in STAGING) == pytest.approx(expected, rel=0.001)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", REAL, ids=describe_config)
 def test_ranks_of_a_backend_with_streams_allocate_what_is_planned(config: ShardConfig) -> None:
     """The sum of all buffers but workspaces: on a CPU sums are not the backend's own."""

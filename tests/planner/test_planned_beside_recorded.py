@@ -59,6 +59,7 @@ def collectives(timeline: Timeline) -> Counter[tuple[PartKey, int]]:
     return Counter((i.key, i.sent_bytes) for i in intervals if i.key.unit != "buffers")
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_planned_collectives_are_the_recorded_ones(ranks: RankPool, preset: str) -> None:
     recorded, plan = ranks(4, record, preset, ranks_per_node=2)[0], planned(preset)

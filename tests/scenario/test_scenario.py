@@ -27,7 +27,7 @@ def mean_losses(results: list[RankResult]) -> list[float]:
     return [sum(losses) / len(results) for losses in zip(*(result.losses for result in results), strict=True)]
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_killed_run_goes_on_elsewhere_as_if_nothing_had_been(ranks: RankPool, tmp_path: Path, adapter: str) -> None:
     expected = reference()

@@ -90,7 +90,7 @@ def test_every_model_trains_as_plain(ranks: RankPool, preset: str, case: Callabl
         assert_same(found, expected, 1e-5)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("presets", THIRDS, ids=" ".join)
 def test_muon_steps_as_in_one_process(ranks: RankPool, presets: tuple[str, ...], accumulation: int) -> None:
@@ -102,7 +102,7 @@ def test_muon_steps_as_in_one_process(ranks: RankPool, presets: tuple[str, ...],
             assert_same(found, expected, 2e-3)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp-hpz", "paro-nig"])
 def test_muon_with_codecs_stays_near_and_the_same_on_all_ranks(ranks: RankPool, preset: str) -> None:
     codec = Codec(bits=8, block_size=32)
@@ -161,7 +161,7 @@ def test_equal_gradients_give_bitwise_equal_training(ranks: RankPool, presets: t
             assert_identical(found, expected)
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = [config.replace(optimizer_layout="tensors") for config in chains(nodes, per_node)]

@@ -65,6 +65,7 @@ def _from_rank_zero(value: Any) -> Any:
 CONFIGS = {"tensors": layout("zero3"), "tensors of a node": layout("mics"), "whole": ShardConfig.preset("ddp")}
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("before", "after"), [*pairwise([*CONFIGS, "tensors"]), ("tensors of a node", "tensors")])
 def test_states_are_the_plain_ones_and_go_anywhere(ranks: RankPool, before: str, after: str) -> None:
     run = Run(case=models.transformer, config=CONFIGS[before], steps=4)
