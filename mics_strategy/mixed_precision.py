@@ -76,9 +76,9 @@ def reason_to_keep_dtypes(model: nn.Module) -> str:
 
 
 def apply_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: str) -> None:
-    """Cast inputs of units as FSDP2 does, and print the dtypes on rank 0.
+    """Cast inputs of units as FSDP2 does, and print on rank 0 how the model is sharded, and in which dtypes.
 
-    Nothing is printed for a model that is stored, gathered and reduced in fp32 without autocast.
+    No dtypes are printed for a model that is stored, gathered and reduced in fp32 without autocast.
 
     Args:
         sharded: Handle of a model that is sharded with the result of `with_mixed_precision`.
@@ -90,6 +90,7 @@ def apply_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: str
         cast_unit_inputs(sharded, dtype)
     if dist.get_rank() != 0:
         return
+    print(sharded.report(), flush=True)
     stored = _stored_dtypes(sharded.model)
     if stored and (dtype is not None or _is_narrow(stored | set(map(sharded.config.param_dtype_of, stored)))):
         print(describe_mixed_precision(sharded, dtype, flag), flush=True)

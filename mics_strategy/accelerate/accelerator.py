@@ -32,7 +32,6 @@ from mics_strategy.accelerate.prepare import (
     use_fp32_masters,
 )
 from mics_strategy.accelerate.transformers_patches import patch_save_pretrained, patch_trainers
-from mics_strategy.engine.report import print_report
 from mics_strategy.mixed_precision import apply_mixed_precision, with_mixed_precision
 
 
@@ -169,7 +168,6 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             if self.mixed_precision != "no":
                 use_fp32_masters(model)
             sharded = shard_for_plugin(model, plugin, config, device, self.gradient_accumulation_steps)
-            print_report(sharded)
             apply_mixed_precision(sharded, dtype, flag)
         check_output_layer(sharded)
         patch_save_pretrained(sharded, self.rendezvous)

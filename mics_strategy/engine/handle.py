@@ -24,7 +24,7 @@ from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, 
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
-from mics_strategy.engine.report import ShardingReport, report_of
+from mics_strategy.engine.report import ShardingReport
 from mics_strategy.engine.setup import guards
 from mics_strategy.engine.traffic import TrafficRow, compare
 from mics_strategy.engine.unit import unit_plan_of
@@ -240,7 +240,17 @@ class Sharded:
 
     def report(self) -> ShardingReport:
         """How the model is sharded, what memory that takes and what a step sends: ``print(sharded.report())``."""
-        return report_of(self)
+        plan, config, parameters = self.plan, self.config, self.internals.parameters
+        return ShardingReport(
+            scopes=self.scopes,
+            num_units=len(self._units),
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            dtypes={p.dtype: (config.param_dtype_of(p.dtype), config.wire_dtype_of(p.dtype)) for p in parameters},
+            bytes_by_purpose=dict(self.memory.bytes_by_purpose),
+            num_micro_steps=plan.num_micro_steps,
+            sent_bytes={axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)},
+        )
 
     @property
     def plan(self) -> Plan:

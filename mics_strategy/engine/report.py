@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
     from mics_strategy.scopes import Scopes
 
 
@@ -56,29 +55,6 @@ class ShardingReport:
         sent = [f"{_size(count)} over {axis}" for axis, count in self.sent_bytes.items()]
         step = f"step of {self.num_micro_steps} micro-step{'s' if self.num_micro_steps > 1 else ''}"
         return "\n".join([*lines, f"A rank sends in a {step}: {', '.join(sent) or 'nothing'}."])
-
-
-def report_of(sharded: Sharded) -> ShardingReport:
-    """The report of a sharded model, with the traffic of a step like the last one."""
-    plan, config = sharded.plan, sharded.config
-    parameters = sharded.internals.parameters
-    stored = dict.fromkeys(parameter.dtype for parameter in parameters)
-    return ShardingReport(
-        scopes=sharded.scopes,
-        num_units=len(sharded.internals.units),
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        dtypes={dtype: (config.param_dtype_of(dtype), config.wire_dtype_of(dtype)) for dtype in stored},
-        bytes_by_purpose=dict(sharded.memory.bytes_by_purpose),
-        num_micro_steps=plan.num_micro_steps,
-        sent_bytes={axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)},
-    )
-
-
-def print_report(sharded: Sharded) -> None:
-    """Print the report on rank 0."""
-    if sharded.internals.groups.rank == 0:
-        print(report_of(sharded), flush=True)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
-from mics_strategy.engine.report import print_report
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.fabric_checkpoints import FabricCheckpointMixin
 from mics_strategy.lightning.framework import (
@@ -207,7 +206,6 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
         units = unit_rule_for(module, self._units, every_child=_is_manual(module))
         config = with_precision(self.framework, self.precision, self.config, module)
         sharded = shard(module, config, units=units, device=self.root_device, initializer=self._initializer)
-        print_report(sharded)
         apply_mixed_precision(sharded, autocast_dtype(self.framework, self.precision), precision_flag(self.precision))
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         move_unsharded(module, self.root_device)

@@ -18,7 +18,6 @@ from torch import nn
 from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
-from mics_strategy.engine.report import print_report
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoints import TrainerCheckpointMixin
 from mics_strategy.lightning.framework import (
@@ -225,7 +224,6 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             vars(module)[_HANDLE] = shard(module, config, **options)
         self._lightning_module = self.model = module
         plugin = self.precision_plugin
-        print_report(self.sharded)
         apply_mixed_precision(self.sharded, autocast_dtype(self.framework, plugin), precision_flag(plugin))
 
     def _resolved_config(self, module: nn.Module) -> ShardConfig:
