@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
+from mics_strategy.engine.setup.materialize import Initializer
 from mics_strategy.engine.setup.resolve import node_name, resolve_topology, target_device
 from mics_strategy.engine.state_dict import load_full_values
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
@@ -37,9 +38,6 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
 from mics_strategy.tuning.autotune import autotune, report
 from mics_strategy.tuning.coalesce import choose_coalescing
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.setup.materialize import Initializer
 
 
 def shard(

@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from mics_strategy.config import ShardConfig
+from mics_strategy.engine.units import UnitSpec
 from mics_strategy.planner.auto import AutoJob, choose, stated_cluster
 from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
 from mics_strategy.scopes import Scopes, resolve_scopes
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.units import UnitSpec
-    from mics_strategy.topology import Topology
+from mics_strategy.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import nn
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.build import (
     BuildContext,
     add_sharded_parameters,
@@ -28,16 +28,12 @@ from mics_strategy.engine.build import (
 )
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.plan import Plan, StepOrder, UnitPlan, plan_step
-from mics_strategy.engine.unit import unit_plan_of
+from mics_strategy.engine.unit import Unit, unit_plan_of
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Switches, Topology
 from mics_strategy.tuning.coalesce import choose_coalescing
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.unit import Unit
 
 _META = torch.device("meta")
 

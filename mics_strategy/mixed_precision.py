@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from mics_strategy.config import ShardConfig
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.handle import Sharded
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

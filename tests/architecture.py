@@ -16,14 +16,13 @@ MAX_PARAMETERS = 6
 MAX_ATTRIBUTES = 15
 # Tables of fields: what a user may set, what Lightning has.
 HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
-MAX_CHAIN = 17  # modules that an import loads one after the other
 
 # A module may import its own layer and those above it in this table. The longest prefix counts;
 # "" is mics_strategy/__init__.py. `config` stands with the pure files: it holds a Topology.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "timeline", "text_table", "tuning.threshold"),
+        *("config", "topology", "scopes", "timeline", "sharding_report", "text_table", "tuning.threshold"),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units", "engine.aliases"),
         *("checkpoint.manifest", "checkpoint.reshard"),
@@ -323,7 +322,7 @@ def _attributes(cls: ast.ClassDef) -> set[str]:
 def check_cycles(sources: Iterable[Source]) -> list[str]:
     """Imports form no cycle, not even through those for annotations. Those inside functions do not count."""
     sources = list(sources)
-    edges = _imported(sources, for_annotations=True)
+    edges = _imported(sources)
     return [
         source.at(source.tree, f"imports itself in a cycle: {' > '.join(cycle)}")
         for name, source in _by_name(sources).items()
@@ -343,53 +342,19 @@ def _path(edges: Mapping[str, Set[str]], start: str, end: str) -> list[str]:
     return []
 
 
-def check_chains(sources: Iterable[Source]) -> list[str]:
-    """No module loads a chain of too many others.
-
-    Imports for annotations and those inside functions load nothing.
-    """
-    sources = list(sources)
-    modules = _by_name(sources)
-    loads = _imported(sources, for_annotations=False)
-    chains: dict[str, tuple[str, ...]] = {}
-
-    def chain(name: str) -> tuple[str, ...]:
-        if name not in chains:
-            chains[name] = (name,)  # ends the recursion where check_cycles finds a cycle
-            chains[name] = (name, *max(map(chain, sorted(loads[name])), key=len, default=()))
-        return chains[name]
-
-    return [
-        source.at(source.tree, f"imports a chain of {len(found)} modules, at most {MAX_CHAIN}: {' > '.join(found)}")
-        for name, source in modules.items()
-        if len(found := chain(name)) > MAX_CHAIN
-    ]
-
-
 def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
     return {source.path.parts[0] + f".{source.module}".rstrip("."): source for source in sources}
 
 
-def _imported(sources: Iterable[Source], *, for_annotations: bool) -> dict[str, set[str]]:
+def _imported(sources: Iterable[Source]) -> dict[str, set[str]]:
     """The modules that each module imports directly at its top level."""
     modules = _by_name(sources)
     edges = {}
     for name, source in modules.items():
-        skipped = set() if for_annotations else _annotation_imports(source)
-        found = [each for each in imports(source) if not each.in_function and id(each.node) not in skipped]
+        found = [each for each in imports(source) if not each.in_function]
         targets = {each.target if each.target in modules else each.target.rpartition(".")[0] for each in found}
         edges[name] = (targets & modules.keys()) - {name}
     return edges
-
-
-def _annotation_imports(source: Source) -> set[int]:
-    """Identities of the nodes that only a type checker reads."""
-    return {
-        id(inner)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
 
 
 def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

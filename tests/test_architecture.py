@@ -23,7 +23,6 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_private_framework_names),
     ("mics_strategy", architecture.check_primitives),
     ("mics_strategy", architecture.check_cycles),
-    ("mics_strategy", architecture.check_chains),
     ("mics_strategy", architecture.check_sizes),
     ("mics_strategy", architecture.check_asserts),
     ("mics_strategy", architecture.check_names),
@@ -31,8 +30,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
 CEILINGS = {  # lines, which may only fall
-    ("mics_strategy",): 38_187,
-    ("mics_strategy/engine", "mics_strategy/comm"): 18_623,
+    ("mics_strategy",): 38_138,
+    ("mics_strategy/engine", "mics_strategy/comm"): 18_621,
 }
 PARAMETERS = ", ".join("abcdef")
 SIXTEEN = " = ".join(f"self.a{i}" for i in range(16))
@@ -213,22 +212,6 @@ def test_check_allows(check: Check, path: str, text: str, tmp_path: Path) -> Non
 def _chain(length: int, last: str) -> dict[str, str]:
     links = {f"mics_strategy/a{i}.py": f"from mics_strategy import a{i + 1}\n" for i in range(length - 1)}
     return {**links, f"mics_strategy/a{length - 1}.py": last}
-
-
-def test_chains_of_imports_are_short(tmp_path: Path) -> None:
-    _write(tmp_path, _chain(17, ""))
-    assert architecture.check_chains(load(tmp_path, "mics_strategy")) == []
-    _write(tmp_path, _chain(18, ""))
-    (violation,) = architecture.check_chains(load(tmp_path, "mics_strategy"))
-    assert violation.startswith("mics_strategy/a0.py:1: imports a chain of 18 modules")
-
-
-@pytest.mark.parametrize(
-    "last", ["if TYPE_CHECKING:\n  import mics_strategy.a0", "def f():\n  import mics_strategy.a0", "import os"]
-)
-def test_what_loads_nothing_ends_a_chain(tmp_path: Path, last: str) -> None:
-    _write(tmp_path, _chain(17, last))
-    assert architecture.check_chains(load(tmp_path, "mics_strategy")) == []
 
 
 @pytest.mark.parametrize("last", ["from .a0 import x", "if TYPE_CHECKING:\n  from mics_strategy.a0 import x"])

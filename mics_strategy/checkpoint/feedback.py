@@ -11,17 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mics_strategy.checkpoint.state import SOLE, LocalState, ReplicaId
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.feedback import GradFeedback, Residual
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.layout import ParamSlice
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
 
 FEEDBACK = "feedback"
 _LAYOUT, _RESIDUALS, _CARRY = "layout", "residuals", "carry"

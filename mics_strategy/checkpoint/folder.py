@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,9 @@ from mics_strategy.checkpoint.claims import NAME as OWNER
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
 from mics_strategy.checkpoint.save import begin
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
 from mics_strategy.version import package_version
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
 
 
 @contextmanager

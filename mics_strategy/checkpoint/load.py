@@ -7,13 +7,14 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.feedback import FeedbackSource
+from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY, request_rng, restore_rng
 from mics_strategy.checkpoint.references import request_references, restore_references
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
@@ -27,11 +28,8 @@ from mics_strategy.checkpoint.state import (
     empty_model_like_saved,
 )
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mics_strategy.checkpoint.manifest import Manifest
-    from mics_strategy.engine.handle import Sharded
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-if TYPE_CHECKING:
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.handle import Sharded
-    from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.parameter import ShardedParameter
 
 REFERENCES = "references"
 _VALUES, _SYNCED = "values", "synced"

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,9 @@ from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
 from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
 
 T = TypeVar("T")
 EXTRA = "meta.pt"  # the name that Lightning's consolidation reads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.checkpoint import rank_local
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.optimizer.kinds import check_same_kind, has_states_elsewhere
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
 
 StateDict = dict[str, Any]
 Optimizers = Sequence[Optimizer] | Mapping[str, Optimizer]

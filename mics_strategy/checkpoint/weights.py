@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +21,9 @@ from mics_strategy.checkpoint.load import check_checkpoint
 from mics_strategy.checkpoint.save import finish_saves
 from mics_strategy.checkpoint.weight_formats import SavedTensor, Source, as_checkpoint_error, open_source
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.handle import Sharded
 
 Rename = Callable[[str], str | None]
 _EXTRA_STATE = "_extra_state"  # torch's name of the value of `get_extra_state`

@@ -12,19 +12,15 @@ accelerators, in the wire dtype, and in plain all-reduces (`Stages.all_reduce_pl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from typing_extensions import override
 
 from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.route import Stage
-    from mics_strategy.comm.transport import Transport
-    from mics_strategy.comm.work import Steps
-    from mics_strategy.comm.workspace import Workspace
+from mics_strategy.comm.route import Stage
+from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.work import Steps
+from mics_strategy.comm.workspace import Workspace
 
 _SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 

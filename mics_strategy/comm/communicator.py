@@ -9,21 +9,16 @@ to the queue, so that two tasks never use the same part of it.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm import scratch, traffic
+from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
 from mics_strategy.comm.stages import Stages
-from mics_strategy.comm.transport import BackendTransport
+from mics_strategy.comm.transport import BackendTransport, Transport
 from mics_strategy.comm.work import Steps, Work, check_shapes
-from mics_strategy.comm.workspace import aligned_bytes
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
-    from mics_strategy.comm.transport import Transport
-    from mics_strategy.comm.workspace import Workspace
+from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 
 class Communicator:

@@ -5,19 +5,17 @@ They carry counts, norms, states, initial values, and pieces of any sizes. One s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
+from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.route import ALL_REDUCE
+from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.watched_work import WatchedWork
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.errors import MiCSError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.desync import DesyncWatchdog
-    from mics_strategy.comm.traffic import TrafficLog
-    from mics_strategy.comm.transport import Transport
 
 T = TypeVar("T")
 

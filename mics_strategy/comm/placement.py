@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.watched_work import call_watch
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62

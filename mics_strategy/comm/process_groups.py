@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from mics_strategy import errors
+from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.desync import STEPS, CollectiveFingerprint, first_mismatch
 from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
+from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.workspace import Workspace
+from mics_strategy.scopes import Scopes
+from mics_strategy.topology import Span
 
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.comm.resources import CommResources
-    from mics_strategy.comm.workspace import Workspace
-    from mics_strategy.scopes import Scopes
-    from mics_strategy.topology import Span
-
-    GradCommunicators = tuple[  # reduce-scatter of the first hop; reduce-scatter and all-reduce of the second hop
-        AnyCommunicator | None, AnyCommunicator | None, AnyCommunicator | None
-    ]
+GradCommunicators = tuple[  # reduce-scatter of the first hop; reduce-scatter and all-reduce of the second hop
+    AnyCommunicator | None, AnyCommunicator | None, AnyCommunicator | None
+]
 
 T = TypeVar("T")
 

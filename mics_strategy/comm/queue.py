@@ -26,21 +26,18 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
 from mics_strategy.comm import watched_work
+from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
+from mics_strategy.comm.route import Route
+from mics_strategy.comm.traffic import StageTraffic, TrafficLog
+from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import BackendWork, Steps, Work
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.desync import DesyncWatchdog, OpId
-    from mics_strategy.comm.route import Route
-    from mics_strategy.comm.traffic import StageTraffic, TrafficLog
-    from mics_strategy.comm.transport import Transport
-    from mics_strategy.comm.workspace import Workspace
+from mics_strategy.comm.workspace import Workspace
 
 CommTask = Callable[[], Steps]
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends

@@ -5,14 +5,9 @@ Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
-from mics_strategy.comm.route import REDUCE_SCATTER, all_reduce_slice
-
-if TYPE_CHECKING:
-    import torch
-
-    from mics_strategy.comm.route import Route
+from mics_strategy.comm.route import REDUCE_SCATTER, Route, all_reduce_slice
 
 
 def residual_numel(route: Route, collective: str, numel: int) -> int:

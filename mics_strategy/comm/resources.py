@@ -16,7 +16,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from mics_strategy.comm import peer_memory
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
     GlooTransport,
@@ -40,12 +41,8 @@ from mics_strategy.comm.transport import (
 from mics_strategy.comm.watched_work import call_watch
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
-from mics_strategy.scopes import STREAM_OF, STREAMS
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.route import Route
-    from mics_strategy.scopes import Scopes
-    from mics_strategy.topology import Span
+from mics_strategy.scopes import STREAM_OF, STREAMS, Scopes
+from mics_strategy.topology import Span
 
 _FAMILIES = {**STREAMS, "control": ("control", "shard", "replicate")}  # roles whose ranks share a group
 

@@ -22,13 +22,11 @@ import math
 import operator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
-    from mics_strategy.topology import Span
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.topology import Span
 
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"

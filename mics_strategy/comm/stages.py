@@ -18,20 +18,17 @@ A reduce-scatter runs backwards, fastest links first, so that slow links carry o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.algorithms import NativeAlgorithm, QuantizedAlgorithm, make_algorithm
+from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.residuals import residuals_by_stage
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.quantizer import Quantizer
-    from mics_strategy.comm.route import Route
-    from mics_strategy.comm.transport import Transport
-    from mics_strategy.comm.work import Steps
-    from mics_strategy.comm.workspace import Workspace
+from mics_strategy.comm.route import Route
+from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.work import Steps
+from mics_strategy.comm.workspace import Workspace
 
 
 class Stages:

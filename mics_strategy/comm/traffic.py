@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    Route,
+    Stage,
     all_reduce_slice,
     is_plain_all_reduce,
 )
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
-    from mics_strategy.comm.route import Route, Stage
 
 
 def all_gather_bytes(full_bytes: int, size: int) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,8 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.peer_memory import PeerConnection
-    from mics_strategy.comm.work import BackendWork
+from mics_strategy.comm.peer_memory import PeerConnection
+from mics_strategy.comm.work import BackendWork
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,18 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.desync import CollectiveFingerprint, DesyncWatchdog
+from mics_strategy.comm.desync import CollectiveFingerprint, DesyncWatchdog, OpId
 from mics_strategy.comm.work import as_communication_error
 from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.desync import OpId
 
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
 MAX_STALL_CHECK_S = 30.0  # between two checks

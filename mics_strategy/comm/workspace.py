@@ -9,14 +9,11 @@ resumed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
 
 ALIGN_BYTES = 64
 

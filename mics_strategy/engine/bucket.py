@@ -16,29 +16,24 @@ to the last; where there is no second, it casts the first before every all-gathe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.placement import digest
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.work import Work
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
-from mics_strategy.engine.parameter import fast_attributes
+from mics_strategy.engine.layout import BucketSpec
+from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.storage_guard import StorageGuard
 from mics_strategy.engine.tensor_memory import WriteCount
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from mics_strategy.comm.communicator import AnyCommunicator, Communicator
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.comm.work import Work
-    from mics_strategy.engine.layout import BucketSpec
-    from mics_strategy.engine.parameter import ShardedParameter
 
 _NUM_WRITES = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")

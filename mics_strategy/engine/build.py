@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
@@ -36,13 +37,8 @@ from mics_strategy.engine.schedule import (
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
+from mics_strategy.engine.units import ParamRef, UnitSpec
 from mics_strategy.engine.zero_copy import coalesced_comm_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.units import ParamRef, UnitSpec
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 

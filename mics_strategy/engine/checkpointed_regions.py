@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.unit import Unit
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _MARK = torch.empty(0)

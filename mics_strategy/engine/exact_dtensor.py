@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.placement import (
+    ReplicaRandom,
     agreed_number,
     are_equal,
     compare_values,
@@ -52,14 +53,10 @@ from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, wr
 from mics_strategy.engine.origins import origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
-from mics_strategy.engine.tensor_memory import digest_of_places, follow_overwritten
+from mics_strategy.engine.tensor_memory import TensorMemory, digest_of_places, follow_overwritten
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.engine.user_collectives import run_collective
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.placement import ReplicaRandom
-    from mics_strategy.engine.tensor_memory import TensorMemory
 
 _aten = torch.ops.aten
 _FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps

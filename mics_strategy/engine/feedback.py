@@ -16,22 +16,18 @@ exactly, with the next gradient.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.communicator import Communicator
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.residuals import residual_numel
+from mics_strategy.engine.layout import BucketLayout, ParamSlice
 from mics_strategy.engine.memory import MemoryTracker, arena
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.scopes import COLLECTIVES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mics_strategy.comm.communicator import Communicator
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.layout import BucketLayout, ParamSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mics_strategy.engine.streams import OpChain
-    from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.streams import OpChain
+from mics_strategy.engine.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)

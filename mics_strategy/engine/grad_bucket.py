@@ -20,12 +20,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.comm.work import Work
 from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging, sparse_gradients
+from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.feedback import GradFeedback, predivisor_of
 from mics_strategy.engine.lifecycle import (
@@ -38,14 +40,9 @@ from mics_strategy.engine.lifecycle import (
 from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.schedule import first_hop_chunks
-from mics_strategy.engine.tensor_memory import check_not_kept
+from mics_strategy.engine.streams import Op
+from mics_strategy.engine.tensor_memory import TensorMemory, check_not_kept
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.work import Work
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.streams import Op
-    from mics_strategy.engine.tensor_memory import TensorMemory
 
 
 def _references_of_slot() -> int:

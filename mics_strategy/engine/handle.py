@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,25 +17,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
 from mics_strategy.engine.autograd import check_not_traced
+from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.hooks import EngineLink, install, register_forward_method
 from mics_strategy.engine.internals import Internals
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
 from mics_strategy.engine.optimizer.target import OptimizerTarget
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
-from mics_strategy.engine.report import ShardingReport
 from mics_strategy.engine.setup import guards
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.traffic import TrafficRow, compare
 from mics_strategy.engine.unit import unit_plan_of
+from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError, LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.build import BuildContext
-    from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.step import Engine
-    from mics_strategy.engine.units import UnitSpec
-    from mics_strategy.scopes import Scopes
+from mics_strategy.scopes import Scopes
+from mics_strategy.sharding_report import ShardingReport
 
 
 class Sharded:

@@ -21,26 +21,22 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from mics_strategy.engine.autograd import UnshardedParameter
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.order import ForwardCall
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.storage_guard import explain_refusal
+from mics_strategy.engine.unit import Unit
 from mics_strategy.errors import ConfigError, LifecycleError
-
-if TYPE_CHECKING:
-    from weakref import WeakMethod
-
-    from mics_strategy.engine.autograd import UnshardedParameter
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.order import ForwardCall
-    from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.step import Engine
-    from mics_strategy.engine.unit import Unit
-
 
 T = TypeVar("T")
 _CHECKPOINT_MODULE = "torch.distributed._composable.checkpoint_activation"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.feedback import GradFeedback
-    from mics_strategy.engine.optimizer.step import StepHooks
-    from mics_strategy.engine.optimizer.target import OptimizerTarget
-    from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.step import Engine
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.feedback import GradFeedback
+from mics_strategy.engine.optimizer.step import StepHooks
+from mics_strategy.engine.optimizer.target import OptimizerTarget
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.step import Engine
 
 
 class Internals:

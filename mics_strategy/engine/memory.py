@@ -16,16 +16,14 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from mics_strategy.comm.workspace import aligned_bytes
+from mics_strategy.engine.layout import BucketLayout
+from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.layout import BucketLayout
-    from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 
 _HUGE_PAGE_BYTES = 2**21
 _MADV_HUGEPAGE = 14  # of Linux

@@ -24,7 +24,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,11 @@ from torch.distributed.tensor import DTensor
 from mics_strategy.comm.consensus import Rendezvous, gather_objects
 from mics_strategy.comm.control import ControlGroup, as_dense
 from mics_strategy.comm.transport import timeout_of
+from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.lifecycle import UnitPhase
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import ConfigError, LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.build import BuildContext
-    from mics_strategy.engine.step import Engine
 
 LARGE_BYTES = 1 << 16  # size from which a buffer is compared before it is sent
 

@@ -14,17 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import Node
 
-from mics_strategy.engine.checkpointed_regions import CheckpointedRegions
+from mics_strategy.engine.checkpointed_regions import CheckpointedRegion, CheckpointedRegions
 from mics_strategy.engine.schedule import reduction_order
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
-    from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.unit import Unit
 
 # [Note: The clock of a backward]
 #

@@ -19,10 +19,7 @@ _NUM_SHOWN = 50  # at each end
 
 
 def origin_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The operation `func` with its arguments, as text: ``mul(0.weight, 0.5)``.
-
-    Ranks that compute the same get the same text. A checksum stands for the middle of a long one.
-    """
+    """The operation with its arguments: ``mul(0.weight, 0.5)``. A checksum stands for the middle of a long text."""
     if func is torch.ops.aten.detach.default:
         return str(args[0].mics_origin)
     text = f"{func._schema.name.removeprefix('aten::')}({_texts((*args, *kwargs.values()))})"

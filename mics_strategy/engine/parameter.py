@@ -8,7 +8,7 @@ ranks in any training loop. Setting `grad` to None clears the accumulators.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -16,15 +16,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from typing_extensions import override
 
-from mics_strategy.comm.placement import full_tensor, like_tensor
+from mics_strategy.comm.placement import ShardPlacement, full_tensor, like_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor, as_exact, mean_gradient
-from mics_strategy.engine.tensor_memory import TensorMemory
+from mics_strategy.engine.layout import ParamSlice
+from mics_strategy.engine.tensor_memory import TensorMemory, WriteCount
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.placement import ShardPlacement
-    from mics_strategy.engine.layout import ParamSlice
-    from mics_strategy.engine.tensor_memory import WriteCount
 
 _new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
 _numbers = itertools.count(1 << 40)  # above what scripts have as keys beside parameters, below addresses

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +27,7 @@ from mics_strategy.comm.traffic import (
     all_reduce_traffic,
     reduce_scatter_traffic,
 )
+from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
 from mics_strategy.engine.schedule import (
     NONE_REPEATED,
     USAGE_DTYPE,
@@ -41,15 +41,12 @@ from mics_strategy.engine.schedule import (
     second_hop_order,
     usage_numel,
 )
+from mics_strategy.scopes import Scopes
 from mics_strategy.text_table import text_table
 
 ROOT_NAME = "(root)"  # of the unit whose module is the model itself
 USAGE, OWNERS = "usage", "owners"  # roles beside those of scopes: parameters in use, and tensors of their owners
 _SCATTER, _ALL_REDUCE = "second_hop_reduce_scatter", "second_hop_all_reduce"
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
-    from mics_strategy.scopes import Scopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

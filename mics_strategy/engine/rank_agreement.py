@@ -14,21 +14,18 @@ to.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.desync import zero_sum
 from mics_strategy.comm.placement import digest, digest_weight
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.work import Work
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import GradFlag
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.comm.work import Work
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.grad_bucket import GradBucket
 
 READ_AT_ONCE = 3  # optimizer steps
 CHECKED_AT_START = 10  # optimizer steps

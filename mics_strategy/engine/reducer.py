@@ -17,26 +17,21 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.autograd import UnshardedParameter
+from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.first_hops import FirstHop, FirstHopOrder
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
+from mics_strategy.engine.memory import CachedViews, StagingPool
 from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
-from mics_strategy.engine.schedule import second_hop_order
+from mics_strategy.engine.schedule import RepeatedHops, second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
-from mics_strategy.engine.streams import current_stream
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.autograd import UnshardedParameter
-    from mics_strategy.engine.boundary import AccumulationBoundary
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.memory import CachedViews, StagingPool
-    from mics_strategy.engine.schedule import RepeatedHops
-    from mics_strategy.engine.streams import OpChain, Streams
-    from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.streams import OpChain, Streams, current_stream
+from mics_strategy.engine.unit import Unit
 
 _log = logging.getLogger(__name__)
 

@@ -18,15 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from mics_strategy.engine.layout import ALIGN_NUMEL
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.layout import BucketLayout
-    from mics_strategy.scopes import Scopes
+from mics_strategy.engine.layout import ALIGN_NUMEL, BucketLayout
+from mics_strategy.scopes import Scopes
 
 USAGE_DTYPE = torch.int32  # of the small all-reduce in front of the second hop
 T = TypeVar("T")

@@ -18,18 +18,15 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState
+from mics_strategy.engine.memory import StagingPool
+from mics_strategy.engine.rank_agreement import UsedParamMap
 from mics_strategy.engine.schedule import RepeatedHop, RepeatedHops
+from mics_strategy.engine.streams import OpChain, OpStream
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.memory import StagingPool
-    from mics_strategy.engine.rank_agreement import UsedParamMap
-    from mics_strategy.engine.streams import OpChain, OpStream
 
 
 class SecondHops:

@@ -8,7 +8,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.comm.placement import full_tensor, is_sharded
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.kinds import check_same_kind
 from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.process_groups import ProcessGroups
 
 StateDict = dict[str, Any]
 OwnerOf = Callable[[torch.Tensor], int | None]

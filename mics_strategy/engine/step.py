@@ -15,24 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
+from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.reducer import BackwardCount, Reducer
 from mics_strategy.engine.schedule import reduces_every_unit
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.reducer import BackwardCount, Reducer
 
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mics_strategy.comm.work import Work
-
-if TYPE_CHECKING:
-    from mics_strategy.scopes import Scopes
+from mics_strategy.scopes import Scopes
 
 Op = Callable[[], Work | None]
 

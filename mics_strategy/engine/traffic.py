@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mics_strategy.comm.traffic import CollectiveTraffic
-    from mics_strategy.engine.plan import Plan
+from mics_strategy.comm.traffic import CollectiveTraffic
+from mics_strategy.engine.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from mics_strategy.engine.aliases import Alias
 from mics_strategy.engine.autograd import UnshardedParameter, check_not_traced
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool, levels_of
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.aliases import Alias
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.parameter import ShardedParameter
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

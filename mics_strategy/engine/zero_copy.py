@@ -12,17 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.communicator import CoalescedCommunicator, RowViews
+from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator, RowViews
 from mics_strategy.comm.work import Work
+from mics_strategy.engine.layout import BucketLayout, BucketSpec
 from mics_strategy.engine.lifecycle import GradFlag, GradFlags
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.engine.layout import BucketLayout, BucketSpec
 
 InPlaceGather = Callable[[torch.Tensor], Work]  # all-gathers a shard into the unsharded parameters
 

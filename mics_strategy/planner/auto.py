@@ -16,15 +16,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.space import (
     EQUAL,
@@ -36,14 +37,9 @@ from mics_strategy.planner.space import (
     scoped_configs,
 )
 from mics_strategy.planner.unit_plans import bucket_plans
-from mics_strategy.scopes import allowed_degrees, resolve_scopes
+from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.text_table import text_table
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.model import ModelDescription
-    from mics_strategy.scopes import Scopes
-    from mics_strategy.topology import Topology
+from mics_strategy.topology import Topology
 
 DEFAULT_CLUSTER = "p4d.24xlarge"  # whose links count where none are stated
 ACTIVATIONS_SHARE = 0.25  # of a rank's memory, where `activation_bytes` does not state them. Assumed.

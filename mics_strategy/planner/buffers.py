@@ -12,13 +12,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.residuals import residual_numel
 from mics_strategy.comm.workspace import aligned_bytes
-from mics_strategy.config import sum_dtype_of
+from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.layout import BucketLayout, make_layout, num_first_hop_chunks, split_into_buckets
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
@@ -28,12 +27,8 @@ from mics_strategy.engine.schedule import (
     usage_numel,
 )
 from mics_strategy.planner.communicators import Workspaces, coalescing_routes, comm_layout
-from mics_strategy.scopes import COLLECTIVES
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.model import ModelDescription, ParameterShape
-    from mics_strategy.scopes import Scopes
+from mics_strategy.planner.model import ModelDescription, ParameterShape
+from mics_strategy.scopes import COLLECTIVES, Scopes
 
 _PARAM_ROLES = ("param_all_gather", "secondary_all_gather", "param_sync")
 

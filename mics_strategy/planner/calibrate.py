@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
 from mics_strategy.comm.traffic import SENT_BYTES
+from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
@@ -48,13 +50,9 @@ from mics_strategy.planner.device_rates import (
 from mics_strategy.planner.layer_time import layer_seconds, sustained_share
 from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
+from mics_strategy.topology import Topology
 from mics_strategy.tuning.autotune import collective_starter, run_collective, time_slowest_rank
 from mics_strategy.version import package_version
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.comm.work import Work
-    from mics_strategy.topology import Topology
 
 _GROWTH = 4  # of the sizes from one to the next
 _SMALLEST_BYTES = 4096

@@ -6,12 +6,9 @@ Pure.
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
 
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import Cluster
 
 _STALE_DAYS = 180  # drivers, firmware and cabling of a cluster change in half a year
 

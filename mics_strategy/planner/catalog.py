@@ -10,14 +10,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.resnet_formulas import IMAGE_SIZE, ResnetShape, describe_resnet
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.model import ModelDescription
 
 Shape = TransformerShape | ResnetShape
 

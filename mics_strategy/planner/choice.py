@@ -8,24 +8,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, solve
 from mics_strategy.planner.space import Space, preset_of, scopes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.planner.workload import Workload
-    from mics_strategy.timeline import Timeline
+from mics_strategy.planner.workload import Workload
+from mics_strategy.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

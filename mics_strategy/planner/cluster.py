@@ -25,8 +25,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import look_up, nearest, read_table
 from mics_strategy.planner.measured import (
@@ -40,9 +41,6 @@ from mics_strategy.planner.measured import (
     parse_stages,
 )
 from mics_strategy.planner.quantities import LARGEST, Quantity, parse_quantity
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
 
 _DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
 _SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source")  # optional

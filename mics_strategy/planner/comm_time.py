@@ -21,17 +21,13 @@ Source:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mics_strategy.comm.route import ALL_REDUCE
 from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, StageTraffic
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mics_strategy.planner.cluster import Cluster, Link
-    from mics_strategy.topology import Axis
+from mics_strategy.planner.cluster import Cluster, Link
+from mics_strategy.topology import Axis
 
 INTRA_NODE, INTER_NODE, INTER_SWITCH = "intra_node", "inter_node", "inter_switch"  # fastest first
 _LINKS = (INTRA_NODE, INTER_NODE, INTER_SWITCH)

@@ -11,19 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
+import torch
+
+from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER, Route, SizedRoutes
 from mics_strategy.comm.scratch import all_gather_scratch_bytes, all_reduce_scratch_bytes, reduce_scatter_scratch_bytes
 from mics_strategy.comm.workspace import aligned_bytes
-from mics_strategy.scopes import COLLECTIVES, STREAM_OF
-
-if TYPE_CHECKING:
-    import torch
-
-    from mics_strategy.comm.route import Route, SizedRoutes
-    from mics_strategy.scopes import Scopes
-    from mics_strategy.topology import Span
+from mics_strategy.scopes import COLLECTIVES, STREAM_OF, Scopes
+from mics_strategy.topology import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.codecs.quantizer import Quantizer
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
 
 RUNS = 7  # of each measurement; the median counts
 _LONGEST_S = 0.05  # of runs in a row

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from mics_strategy.planner.cluster import Device
 from mics_strategy.planner.device_rates import median_seconds
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.simulator import compute_times
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.cluster import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
+from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.buffers import EngineBuffers
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.model import ModelDescription, UnitModel
-    from mics_strategy.scopes import Scopes
+from mics_strategy.planner.model import ModelDescription, UnitModel
+from mics_strategy.scopes import Scopes
 
 # Context of CUDA, and the workspace of cuBLAS. Assumed.
 CONTEXT_BYTES = 600_000_000

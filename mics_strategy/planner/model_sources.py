@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,8 @@ from torch.utils._pytree import tree_map
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, nearest, recipe_hint
+from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_trace import TraceInput, trace_model
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.model import ModelDescription
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,11 @@ import importlib
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.step_tasks import COMPUTE, FIRST_HOP, GATHER, SECOND_HOP
-from mics_strategy.timeline import Category
-
-if TYPE_CHECKING:
-    from mics_strategy.timeline import Interval, Timeline
+from mics_strategy.timeline import Category, Interval, Timeline
 
 _ROWS = (COMPUTE, GATHER, FIRST_HOP, SECOND_HOP)  # from the top; the control group's is too small to see
 _COLOURS = {"forward": "#4c78a8", "recompute": "#9ecae9", "backward": "#1f4e79", "step": "#54a24b", "wait": "#e45756"}

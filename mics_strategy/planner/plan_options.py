@@ -11,7 +11,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,11 +19,9 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.calibration import calibration_warnings
 from mics_strategy.planner.catalog import nearest
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_sources import ModelSource
 from mics_strategy.planner.workload import DTYPES, Workload
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.model import ModelDescription
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change

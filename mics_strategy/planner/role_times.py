@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from mics_strategy.comm.traffic import StageTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
+from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.engine.schedule import full_numel
+from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.comm_time import CommTime
+from mics_strategy.scopes import Scopes
 
-if TYPE_CHECKING:
-    import torch
-
-    from mics_strategy.engine.plan import BucketPlan
-    from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.scopes import Scopes
-
-    Buckets = tuple[BucketPlan, ...]  # of one unit
+Buckets = tuple[BucketPlan, ...]  # of one unit
 
 _GATHERS = ("param_all_gather", "secondary_all_gather", "param_sync")
 

@@ -7,21 +7,17 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, MiCSError
 from mics_strategy.planner.catalog import nearest
-from mics_strategy.planner.choice import plan, simulate, step_json, step_lines
+from mics_strategy.planner.choice import SimulatedStep, plan, simulate, step_json, step_lines
+from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, count, workload_of
 from mics_strategy.planner.report import Section, print_report
-from mics_strategy.timeline import chrome_trace
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.choice import SimulatedStep
-    from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.planner.workload import Workload
-    from mics_strategy.timeline import Timeline
+from mics_strategy.planner.workload import Workload
+from mics_strategy.timeline import Timeline, chrome_trace
 
 _SCOPES = ("params", "grads", "optimizer")
 _WORDS = ("none", "replicate", "partition", "node", "world")

@@ -14,24 +14,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective, StepOrder, plan_step
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.cluster import Cluster, Device
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.event_queue import Slowdown, Times, run
+from mics_strategy.planner.measured import MeasuredCompute
+from mics_strategy.planner.model import UnitModel
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.unit_plans import unit_plans
-from mics_strategy.scopes import COLLECTIVES
+from mics_strategy.planner.workload import Workload
+from mics_strategy.scopes import COLLECTIVES, Scopes
 from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row, Timeline
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.cluster import Cluster, Device
-    from mics_strategy.planner.measured import MeasuredCompute
-    from mics_strategy.planner.model import UnitModel
-    from mics_strategy.planner.workload import Workload
-    from mics_strategy.scopes import Scopes
 
 _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the last reduces beyond the gradient scope
 # Passes over the saved activations, for the operations that are no matrix products: each is read and written in the

@@ -22,27 +22,22 @@ import contextlib
 import dataclasses
 import gc
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.buffers import EngineBuffers
+from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
 from mics_strategy.planner.space import EQUAL, Space, complexity, preset_of, scoped_configs, topology_of
 from mics_strategy.planner.unit_plans import bucket_plans
-from mics_strategy.scopes import ROLES, resolve_scopes
+from mics_strategy.planner.workload import Workload
+from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from mics_strategy.engine.plan import BucketPlan
-    from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.planner.workload import Workload
-    from mics_strategy.scopes import Scopes
-
-    Buckets = tuple[BucketPlan, ...]  # of one unit
+Buckets = tuple[BucketPlan, ...]  # of one unit
 
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.

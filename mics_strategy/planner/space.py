@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.cluster import Cluster
 from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.topology import Topology
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
-    from mics_strategy.planner.cluster import Cluster
 
 EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
 _SYSTEMS = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}

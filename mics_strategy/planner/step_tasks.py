@@ -18,16 +18,14 @@ Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mics_strategy.comm.route import ALL_GATHER
+from mics_strategy.config import ShardConfig
+from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.event_queue import DEVICE, Task
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
-    from mics_strategy.planner.comm_time import CommTime
 
 # Streams. The small all-reduce of the parameters in use has a group of its own, CONTROL.
 COMPUTE, GATHER, FIRST_HOP, SECOND_HOP, CONTROL = "compute", "all_gather", "first_hop", "second_hop", "control"

@@ -7,18 +7,14 @@ Pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.layout import num_first_hop_chunks
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.planner.buffers import BucketSize, EngineBuffers
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.model import ModelDescription
-    from mics_strategy.scopes import Scopes
+from mics_strategy.planner.model import ModelDescription
+from mics_strategy.scopes import Scopes
 
 
 def unit_plans(

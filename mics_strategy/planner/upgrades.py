@@ -11,15 +11,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.choice import Choice, plan
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.planner.space import Space
-    from mics_strategy.planner.workload import Workload
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.space import Space
+from mics_strategy.planner.workload import Workload
 
 FACTOR = 2  # by which each of the three grows
 

@@ -6,16 +6,13 @@ Pure data.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.measured import MeasuredCompute
 from mics_strategy.planner.memory import StateFormat
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.measured import MeasuredCompute
-    from mics_strategy.planner.model import ModelDescription
+from mics_strategy.planner.model import ModelDescription
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,15 +23,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mics_strategy.comm.communicator import AnyCommunicator, SizeDispatch
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TunableCollective
 from mics_strategy.comm.transport import backend_of
+from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import Workspace
+from mics_strategy.scopes import Scopes
+from mics_strategy.topology import Span
 from mics_strategy.tuning.threshold import (
     RUNS,
     SIZES_BYTES,
@@ -40,14 +46,6 @@ from mics_strategy.tuning.threshold import (
     threshold_bytes,
 )
 from mics_strategy.version import package_version
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator, SizeDispatch
-    from mics_strategy.comm.control import ControlGroup
-    from mics_strategy.comm.resources import CommResources
-    from mics_strategy.comm.work import Work
-    from mics_strategy.scopes import Scopes
-    from mics_strategy.topology import Span
 
 _log = logging.getLogger(__name__)
 CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/tuning"

@@ -15,15 +15,19 @@ import statistics
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.workspace import Workspace
-from mics_strategy.config import sum_dtype_of
+from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.bucket import param_comms
+from mics_strategy.engine.layout import BucketLayout, BucketSpec
 from mics_strategy.engine.schedule import unshard_role
 from mics_strategy.engine.zero_copy import (
     CoalescedGrads,
@@ -41,13 +45,6 @@ from mics_strategy.tuning.autotune import (
     time_slowest_rank,
 )
 from mics_strategy.tuning.threshold import RUNS
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator
-    from mics_strategy.comm.control import ControlGroup
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.layout import BucketLayout, BucketSpec
 
 REDUCE_SCATTER = "grad_reduce_scatter"  # the role of the only reduce-scatter; all others are all-gathers
 _LABEL = "a benchmark"

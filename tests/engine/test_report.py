@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from mics_strategy import shard
-from mics_strategy.engine.report import ShardingReport
+from mics_strategy.sharding_report import ShardingReport
 from tests.accelerate.runs import accelerator
 from tests.accelerate.runs import run as run_accelerate
 from tests.lightning.fabric_runs import launched

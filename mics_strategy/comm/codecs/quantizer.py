@@ -11,15 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.codecs.format import Codec, Summands
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from mics_strategy.errors import ConfigError, ShapeError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec, Summands
 
 _log = logging.getLogger(__name__)
 

@@ -23,16 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from mics_strategy.comm.codecs.format import Codec
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Summands
+from mics_strategy.comm.codecs.format import Codec, Summands
 
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 

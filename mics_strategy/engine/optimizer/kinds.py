@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
 from mics_strategy.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def stepped_by(optimizer: Optimizer) -> list[Optimizer]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from torch.optim import Optimizer
 from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
+from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import ConfigError, LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
-    from mics_strategy.engine.optimizer.target import OptimizerTarget
 
 T = TypeVar("T")
 _KEEPS_PARAMETERS = ("LBFGS",)  # keep a second list of the parameters, which a step hook cannot swap

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import enum
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class UpdateLocality(enum.IntEnum):

@@ -10,22 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import aligned_bytes
-from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, assign_owners
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, ParamSlice, assign_owners
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.control import ControlGroup
-    from mics_strategy.comm.work import Work
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.layout import ParamSlice
-    from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

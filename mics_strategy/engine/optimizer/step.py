@@ -30,22 +30,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.kinds import has_states_elsewhere, stepped_by
 from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, check_param_groups_only, deref
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.optimizer.target import OptimizerTarget
 
 
 class StepHooks:

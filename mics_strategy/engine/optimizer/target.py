@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mics_strategy.comm.traffic import CollectiveTraffic
+from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.schedule import NONE_REPEATED, RepeatedHops
+from mics_strategy.engine.step import Engine
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.traffic import CollectiveTraffic
-    from mics_strategy.engine.build import BuildContext
-    from mics_strategy.engine.step import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

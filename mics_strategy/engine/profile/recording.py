@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
+from mics_strategy.engine.internals import Internals
 from mics_strategy.engine.profile.recorder import DeviceClock, HostClock, Ranges, Recorder
 from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
 from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, Replacements
 from mics_strategy.errors import ConfigError, LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.internals import Internals
-    from mics_strategy.timeline import Row
+from mics_strategy.timeline import Row
 
 
 class Profile:

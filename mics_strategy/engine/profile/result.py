@@ -12,13 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.timeline import Category, PartKey, Timeline, chrome_trace, table
-
-if TYPE_CHECKING:
-    from mics_strategy.timeline import Row
+from mics_strategy.timeline import Category, PartKey, Row, Timeline, chrome_trace, table
 
 MAX_GATHERED = 100_000  # intervals of all ranks, about 20 MB on the wire; with more, each rank keeps its own
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.traffic import SENT_BYTES, all_reduce_bytes
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
+from mics_strategy.comm.traffic import SENT_BYTES, StageTraffic, all_reduce_bytes
 from mics_strategy.comm.work import Steps, Work
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.internals import Internals
+from mics_strategy.engine.optimizer.local_swap import LocalParamSwap
+from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+from mics_strategy.engine.order import ForwardCall
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.profile.recorder import (
     AFTER_BACKWARD,
     DATA,
@@ -25,23 +33,12 @@ from mics_strategy.engine.profile.recorder import (
     RecordedCollective,
     Recorder,
 )
+from mics_strategy.engine.streams import Op, OpChain
+from mics_strategy.engine.unit import Unit
 from mics_strategy.timeline import Category, PartKey
 
-if TYPE_CHECKING:
-    from mics_strategy.comm.control import ControlGroup
-    from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
-    from mics_strategy.comm.traffic import StageTraffic
-    from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.internals import Internals
-    from mics_strategy.engine.optimizer.local_swap import LocalParamSwap
-    from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
-    from mics_strategy.engine.order import ForwardCall
-    from mics_strategy.engine.parameter import ShardedParameter
-    from mics_strategy.engine.streams import Op, OpChain
-    from mics_strategy.engine.unit import Unit
-
-    Method = Callable[..., Any]
-    StepArguments = tuple[tuple[Any, ...], dict[str, Any], LocalParamSwap | None]
+Method = Callable[..., Any]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any], LocalParamSwap | None]
 
 _OUTERMOST = 2  # entries of the compute row at the end of an outermost forward: the forward, and the engine
 _QUEUED_COLLECTIVES = {"All-gather": "all_gather", "Reduce-scatter": "reduce_scatter", "All-reduce": "all_reduce"}

@@ -14,19 +14,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mics_strategy.comm.process_groups import ProcessGroups
-    from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.unit import Unit
-    from mics_strategy.engine.units import UnitSpec
 
 Initializer = Callable[[nn.Module], None]
 _NO_VALUE = {dtype: torch.iinfo(dtype).min for dtype in (torch.int16, torch.int32, torch.int64)}

@@ -7,16 +7,13 @@ import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import RankLocation, Switches, Topology, topology_from_locations
-
-if TYPE_CHECKING:
-    from mics_strategy.config import ShardConfig
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from mics_strategy.scopes import Scopes
+from mics_strategy.scopes import Scopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
