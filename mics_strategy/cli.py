@@ -155,10 +155,7 @@ def _run_planner(module: str, arguments: Sequence[str]) -> int:
 
 
 def _recipes_package() -> str:
-    """Return the name of the recipes' package.
-
-    In a checkout that is not installed, they are beside this package.
-    """
+    """Return the name of the recipes' package. In a checkout that is not installed, they are beside this package."""
     if importlib.util.find_spec("mics_strategy.recipes") is None:
         checkout = Path(__file__).resolve().parents[1]
         if (checkout / "recipes" / "pretrain.py").is_file():

@@ -266,10 +266,7 @@ class ShardConfig:
         return check if isinstance(check, int) else {"start": 0, "never": -1}[check]
 
     def codec_of(self, name: str) -> Codec | None:
-        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``, or None.
-
-        It is None for ``"none"``.
-        """
+        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``, or None. It is None for ``"none"``."""
         value = getattr(self, name)
         return None if value == "none" else Codec.of(value)
 

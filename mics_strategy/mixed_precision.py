@@ -58,10 +58,7 @@ def with_mixed_precision(config: ShardConfig, model: nn.Module, dtype: torch.dty
 
 
 def reason_to_keep_dtypes(model: nn.Module) -> str:
-    """Return why parameters of a model cannot be gathered in 16 bits by default.
-
-    It is empty for other models.
-    """
+    """Return why parameters of a model cannot be gathered in 16 bits by default. It is empty for other models."""
     for name, module in model.named_modules():
         has_statistics = "running_mean" in dict(module.named_buffers(recurse=False))
         if has_statistics and next(module.parameters(recurse=False), None) is not None:

@@ -47,10 +47,7 @@ STREAM_OF = {role: stream for stream, roles in STREAMS.items() for role in roles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """Codecs by payload: parameters, and gradients in the first and second hop.
-
-    The first hop is in every backward.
-    """
+    """Codecs by payload: parameters, and gradients in the first and second hop. The first hop is in every backward."""
 
     params: Codec | None = None
     first_hop: Codec | None = None
@@ -136,10 +133,7 @@ class Scopes:
 
     @property
     def has_quantized_params(self) -> bool:
-        """Whether the unsharded parameters were quantized on the wire.
-
-        They then differ from the shards.
-        """
+        """Whether the unsharded parameters were quantized on the wire. They then differ from the shards."""
         return self.is_quantized("param_all_gather", "param_sync")
 
     def is_quantized(self, *roles: str) -> bool:
@@ -195,18 +189,12 @@ class Scopes:
         return None if span.is_inside_node and not self.codecs.is_on_all_links else codec
 
     def route(self, role: str, full_bytes: int) -> Route | None:
-        """The route of a tensor of `full_bytes` bytes, counted unquantized.
-
-        It is None where nothing is sent.
-        """
+        """The route of a tensor of `full_bytes` bytes, counted unquantized. It is None where nothing is sent."""
         routes = self.routes(role)
         return None if routes is None else routes.for_bytes(full_bytes)
 
     def block_numel(self, *, is_trainable: bool) -> int:
-        """The multiple of elements at which parameters start.
-
-        So no codec block holds two of them.
-        """
+        """The multiple of elements at which parameters start. So no codec block holds two of them."""
         roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
         numels = []
         for role in roles:
@@ -339,10 +327,7 @@ def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
 
 
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """Raise for unused codecs in a job of several nodes.
-
-    On one node, a configuration for several may be tried.
-    """
+    """Raise for unused codecs in a job of several nodes. On one node, a configuration for several may be tried."""
     for name in unused_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
         payload = "Parameters" if name == "weight_codec" else "Gradients"
         raise ConfigError(
@@ -397,10 +382,7 @@ def _ranks_of(scope: str | int, words: dict[str, int]) -> int:
 
 
 def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
-    """Numbers of ranks that a scope may have.
-
-    They divide the job, and fill its nodes and switches evenly.
-    """
+    """Numbers of ranks that a scope may have. They divide the job, and fill its nodes and switches evenly."""
     per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
     return [d for d in _divisors(world_size) if _nests(d, per_node) and _nests(d, per_switch)]
 

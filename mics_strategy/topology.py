@@ -114,10 +114,7 @@ def _check_nodes_per_switch(count: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The location of one rank.
-
-    `node` is any value that is equal on, and only on, the ranks of a node.
-    """
+    """The location of one rank. `node` is any value that is equal on, and only on, the ranks of a node."""
 
     node: str
 
@@ -196,10 +193,7 @@ class Span:
         return tuple(Span(axes=tuple(axes)) for _, axes in itertools.groupby(self.axes, lambda axis: axis.link))
 
     def index(self, rank: int) -> int:
-        """Local-rank-major position of `rank`.
-
-        The fastest axis is the most significant digit.
-        """
+        """Local-rank-major position of `rank`. The fastest axis is the most significant digit."""
         index = 0
         for axis in self.axes:
             index = index * axis.size + axis.coordinate(rank)

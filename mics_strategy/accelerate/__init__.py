@@ -63,10 +63,7 @@ def _check_foreign(accelerator: Accelerator, plugin: Any) -> None:
 
 
 def _patch_assert_close() -> None:
-    """Let ``torch.testing.assert_close`` compare DTensors with tensors. Idempotent.
-
-    Such a comparison is collective.
-    """
+    """Let ``torch.testing.assert_close`` compare DTensors with tensors. Idempotent. Such a comparison is collective."""
     stock = torch.testing.assert_close
     if hasattr(stock, "mics_stock"):
         return

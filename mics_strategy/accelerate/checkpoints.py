@@ -64,10 +64,7 @@ def save_model(
     adapter_only: bool = False,
     **_: Any,
 ) -> None:
-    """Save a model's weights. Collective.
-
-    With `adapter_only`, only the trained weights of a peft model are saved.
-    """
+    """Save a model's weights. Collective. With `adapter_only`, only the trained weights of a peft model are saved."""
     sharded = accelerator.sharded_of(model)
     names = _trained_names(sharded) if adapter_only and is_peft_model(sharded.model) else None
     if _is_full(plugin):

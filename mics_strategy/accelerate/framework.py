@@ -195,10 +195,7 @@ def without_scaler(accelerator: Any) -> Iterator[Any]:
 
 
 class _RepeatLast(list[Any]):
-    """List of models that repeats its last.
-
-    Accelerate pairs the i-th model with the i-th optimizer.
-    """
+    """List of models that repeats its last. Accelerate pairs the i-th model with the i-th optimizer."""
 
     @override
     def __getitem__(self, index: Any) -> Any:
@@ -207,10 +204,7 @@ class _RepeatLast(list[Any]):
 
 @contextmanager
 def with_own_checkpoint_paths(accelerator: Any) -> Iterator[None]:
-    """Save and load at given paths, also with automatic naming.
-
-    There may be more optimizers than models.
-    """
+    """Save and load at given paths, also with automatic naming. There may be more optimizers than models."""
     configuration = accelerator.project_configuration
     previous = configuration.automatic_checkpoint_naming, accelerator._models
     configuration.automatic_checkpoint_naming, accelerator._models = False, _RepeatLast(accelerator._models)

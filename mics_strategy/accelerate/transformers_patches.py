@@ -108,10 +108,7 @@ def _saving_whole_model(trainer: Any) -> Iterator[None]:
 
 
 class _SavedModel(nn.Module):
-    """Module whose forward calls a function.
-
-    So `functional_call` gives `model` other tensors while it runs.
-    """
+    """Module whose forward calls a function. So `functional_call` gives `model` other tensors while it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

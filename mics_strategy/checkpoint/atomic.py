@@ -123,10 +123,7 @@ def commit(draft: Path, path: Path) -> None:
 
 
 def abort(draft: Path) -> None:
-    """Remove an unfinished draft.
-
-    What cannot be removed now is removed by the next `begin_draft`.
-    """
+    """Remove an unfinished draft. What cannot be removed now is removed by the next `begin_draft`."""
     _release(draft.name)
     shutil.rmtree(draft, ignore_errors=True)
 

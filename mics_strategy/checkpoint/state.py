@@ -312,10 +312,7 @@ class LoadTarget:
         return [self._numbered(optimizer, self.values[key]) for key, optimizer in self._optimizers.items()]
 
     def apply(self, optimizer_states: list[StateDict]) -> None:
-        """Apply the loaded values.
-
-        Parameters and tensor buffers were already read in place.
-        """
+        """Apply the loaded values. Parameters and tensor buffers were already read in place."""
         model = self._sharded.model
         others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
         if others:
@@ -325,10 +322,7 @@ class LoadTarget:
             optimizer.load_state_dict(states)
 
     def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
-        """Convert to the optimizer's own format.
-
-        Parameters get numbers, and its own groups get the saved options.
-        """
+        """Convert to the optimizer's own format. Parameters get numbers, and its own groups get the saved options."""
         saved_in = {name: number for number, group in enumerate(loaded["param_groups"]) for name in group["params"]}
         states: dict[int, StateDict] = {}
         groups: list[StateDict] = []

@@ -164,10 +164,7 @@ class QuantizedAlgorithm:
         tag: int,
         residual: torch.Tensor | None = None,
     ) -> Steps:
-        """See `NativeAlgorithm.reduce_scatter`.
-
-        The residual of this rank's row belongs to the next stage.
-        """
+        """See `NativeAlgorithm.reduce_scatter`. The residual of this rank's row belongs to the next stage."""
         rows, index = table.view(self.transport.size, -1), self.transport.index
         payloads, received = self._allocate_payloads(rows.shape[1]), self._allocate_payloads(rows.shape[1])
         self._encode_others(rows, payloads, None if residual is None else residual.view(self.transport.size, -1))

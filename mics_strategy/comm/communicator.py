@@ -118,10 +118,7 @@ class Communicator:
         return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `full_numel` elements.
-
-        The sums have `dtype`.
-        """
+        """Reserve workspace for reduce-scatters of `full_numel` elements. The sums have `dtype`."""
         num_bytes = scratch.reduce_scatter_scratch_bytes(
             self.route, full_numel, wire, dtype, sums_natively=self.transports[0].sums_natively
         )
@@ -183,10 +180,7 @@ class RowViews:
         return [self.rows * numel for _, numel in self._extents]
 
     def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views [rows, numel] of the tensors.
-
-        They are cached, since slices are few and keep their addresses.
-        """
+        """Views [rows, numel] of the tensors. They are cached, since slices are few and keep their addresses."""
         address = slice_.data_ptr()
         if address not in self._views:
             table = slice_.view(self.rows, -1)

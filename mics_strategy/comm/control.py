@@ -96,10 +96,7 @@ class ControlGroup:
             raise as_communication_error(label, error, self._watchdog.explain()) from error
 
     def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or maximum of a small tensor over the ranks, in place.
-
-        For norms; not part of a plan.
-        """
+        """The sum or maximum of a small tensor over the ranks, in place. For norms; not part of a plan."""
         self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max)).wait()
         return value
 

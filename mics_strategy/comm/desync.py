@@ -37,12 +37,15 @@ class CollectiveFingerprint:
     Attributes:
         ranks: Ranks of the group.
         index: Index of this rank among them.
+        is_ordered: Whether ranks submit them in one order. Else they are what each rank does for itself, such as
+            writes to its rows.
         count: Collectives so far.
         recent: Payloads of the last 256 collectives.
     """
 
     ranks: tuple[int, ...]
     index: int
+    is_ordered: bool = True
     count: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=256))
     _hash: int = 0
@@ -51,7 +54,8 @@ class CollectiveFingerprint:
         """Add one collective, with the payload `label`."""
         self.count += 1
         self.recent.append(label)
-        self._hash = zlib.crc32(label.encode(), self._hash)
+        code = zlib.crc32(label.encode(), self._hash if self.is_ordered else 0)
+        self._hash = code if self.is_ordered else self._hash + code
 
     @property
     def digest(self) -> int:
@@ -98,9 +102,15 @@ def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
         )
     for rank, by_name in enumerate(fingerprints):
         for name, fingerprint in by_name.items():
-            nothing = CollectiveFingerprint(ranks=fingerprint.ranks, index=0)
+            nothing = CollectiveFingerprint(ranks=fingerprint.ranks, index=0, is_ordered=fingerprint.is_ordered)
             first = fingerprints[fingerprint.ranks[0]].get(name, nothing)
             start = max(0, first.count - len(first.recent), fingerprint.count - len(fingerprint.recent))
+            if not first.is_ordered:
+                local, others = Counter(fingerprint.recent), Counter(first.recent)
+                if local != others:
+                    texts = [next(iter(only), "nothing else") for only in (others - local, local - others)]
+                    return f"{name}: `{texts[0]}` on rank {first.ranks[0]}, `{texts[1]}` on rank {rank}"
+                continue
             for number in range(start, max(first.count, fingerprint.count)):
                 if first.describe(number) != fingerprint.describe(number):
                     return (
@@ -118,10 +128,7 @@ _NUM_KEPT = 64  # collectives of one queue key that are remembered
 
 @dataclass(frozen=True, slots=True)
 class OpId:
-    """One submitted collective.
-
-    It has a number in its queue and group, a label, a size and ranks.
-    """
+    """One submitted collective. It has a number in its queue and group, a label, a size and ranks."""
 
     queue: str
     number: int
@@ -131,10 +138,7 @@ class OpId:
 
     @property
     def queue_key(self) -> QueueKey:
-        """The queue and ranks within which it is numbered.
-
-        Ranks that share a key number its collectives equally.
-        """
+        """The queue and ranks within which it is numbered. Ranks that share a key number its collectives equally."""
         return self.queue, self.ranks
 
     def __str__(self) -> str:
@@ -335,10 +339,7 @@ class DesyncWatchdog:
             time.sleep(_POLL_S)
 
     def _silent_now(self, op: OpId) -> set[int]:
-        """Silent ranks for which this rank waits, directly or through its peers.
-
-        A silent rank waits for nothing.
-        """
+        """Silent ranks for which this rank waits, directly or through its peers. A silent rank waits for nothing."""
         silent: set[int] = set()
         seen, pending = {self.rank}, [op]
         while pending:
@@ -403,10 +404,7 @@ class _StoreOperation(Generic[T]):
         self.value: T | None = None
 
     def run(self) -> None:
-        """Run the operation, and store its result.
-
-        `value` stays None where the rank that held the store has exited.
-        """
+        """Run the operation, and store its result. `value` stays None where the rank that held the store has exited."""
         try:
             self.value = self._operation()
         except dist.DistError:

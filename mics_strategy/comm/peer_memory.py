@@ -81,10 +81,7 @@ class PeerConnection:
         self.process = _peer_process(connection)
 
     def post_send(self, piece: torch.Tensor, tag: int) -> PeerWork:
-        """Let the peer read `piece`.
-
-        It must stay unchanged until the work has been waited for.
-        """
+        """Let the peer read `piece`. It must stay unchanged until the work has been waited for."""
         self._send(tag, piece.numel() * piece.itemsize, piece.data_ptr())
         return PeerWork(partial(self.wait_for_ack, piece.data_ptr(), tag), piece)
 
@@ -177,10 +174,7 @@ class PeerConnection:
                 self._group.discard(peer)  # has ended; whoever waits for it is told so
 
     def cancel(self) -> None:
-        """Fail all waits for the peer, and its waits for this rank, with an error.
-
-        From any thread.
-        """
+        """Fail all waits for the peer, and its waits for this rank, with an error. From any thread."""
         with suppress(OSError):  # of a connection that has ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -306,10 +300,7 @@ def _connect(sockets: dict[int, socket.socket], index: int, other: int, name: in
 
 
 def _accept(sockets: dict[int, socket.socket], listener: socket.socket, index: int) -> bool:
-    """Accept the ranks before this one.
-
-    All of them have connected and have sent their index.
-    """
+    """Accept the ranks before this one. All of them have connected and have sent their index."""
     expected = set(range(index))
     try:
         for _ in range(index):

@@ -112,10 +112,7 @@ class ShardPlacement:
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, an int64 scalar on its device.
-
-    It changes when a few elements change.
-    """
+    """The sum of a tensor's words, an int64 scalar on its device. It changes when a few elements change."""
     return words_of(values).sum(dtype=torch.int64)
 
 
@@ -212,7 +209,7 @@ def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
     """
     dims = range(tensor.device_mesh.ndim) if on_replicas else _split_dims(tensor)
     if dims and tensor.device_mesh.size() > 1:
-        call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims))
+        call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims), is_ordered=False)
 
 
 def compare_values(values: Sequence[torch.Tensor], like: DTensor) -> None:
@@ -287,10 +284,7 @@ def have_equal_values(tensor: DTensor) -> bool:
 
 
 def _all_gather(tensor: DTensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """Gather shards as bytes, since gloo does not support every dtype.
-
-    All have one size; the last ones are padded.
-    """
+    """Gather shards as bytes, since gloo does not support every dtype. All have one size; the last ones are padded."""
     local, length, degree = tensor.to_local(), tensor.shape[dim], group.size()
     rows = -(-length // degree)
     padded = local.new_zeros(*local.shape[:dim], rows, *local.shape[dim + 1 :])

@@ -1,7 +1,4 @@
-"""Refuses collectives in a forked child.
-
-It has none of the parent's connections and threads.
-"""
+"""Refuses collectives in a forked child. It has none of the parent's connections and threads."""
 
 from __future__ import annotations
 

@@ -115,10 +115,7 @@ class ProcessGroups:
         return self.resources.communicator("param_sync", self.scopes.without_weight_codec())
 
     def disable_grad_codecs(self) -> None:
-        """Send gradients unquantized from now on.
-
-        Called on every rank between two optimizer steps.
-        """
+        """Send gradients unquantized from now on. Called on every rank between two optimizer steps."""
         self.grad_comm, self.outer_grad_comm, self.replica_comm = self.unquantized
         self.scopes = self.scopes.without_grad_codecs()
 
@@ -159,25 +156,20 @@ class ProcessGroups:
         )
 
     def record_backward(self) -> None:
-        """Count a backward that begins.
-
-        The watchdog compares the counts of ranks that wait for each other.
-        """
+        """Count a backward that begins. The watchdog compares the counts of ranks that wait for each other."""
         self.resources.watchdog.num_backwards += 1
 
     def record_step(self) -> None:
-        """Count an optimizer step.
-
-        All ranks step equally often, or gradients of different steps would be added.
-        """
+        """Count an optimizer step. All ranks step equally often, or gradients of different steps would be added."""
         if self._steps is not None:
             self._steps.update(f"step {self._steps.count + 1}")
 
-    def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or maximum of a scalar over the ranks with different shards, in place.
+    def record_options(self, label: str) -> None:
+        """Record the options of an optimizer step, which all ranks have in common."""
+        self.resources.call_watch.record(label, range(self.scopes.world_size), is_ordered=False)
 
-        Not part of a plan.
-        """
+    def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+        """The sum or maximum of a scalar over the ranks with different shards, in place. Not part of a plan."""
         return value if self.shard_group is None else self.shard_group.all_reduce_scalar(value, is_max=is_max)
 
     @property
@@ -198,16 +190,11 @@ class ProcessGroups:
             fingerprints[STEPS] = self._steps
         if self.shard_group is not None:
             fingerprints[f"owned tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
-        for ranks, fingerprint in self.resources.call_watch.fingerprints.items():
-            fingerprints[f"operations of ranks {ranks}"] = fingerprint
-        return fingerprints
+        return fingerprints | self.resources.call_watch.fingerprints
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators of stochastic rounding.
-
-        Their order is the same in every run with this configuration.
-        """
+        """Generators of stochastic rounding. Their order is the same in every run with this configuration."""
         return [generator for workspace in self.workspaces.values() for generator in workspace.generators]
 
     @property
@@ -236,15 +223,9 @@ class ProcessGroups:
             return gather_objects(value, purpose)
 
     def is_in_sync(self) -> bool:
-        """Whether all ranks have submitted the same collectives in one order.
-
-        Collective, on the default group.
-        """
+        """Whether all ranks have submitted the same collectives in one order. Collective, on the default group."""
         return sum(gather_objects(self.desync_digest)) % 2**32 == 0
 
     def first_mismatch(self) -> str:
-        """The first collective in which ranks differ, as text.
-
-        Collective, on the default group.
-        """
+        """The first collective in which ranks differ, as text. Collective, on the default group."""
         return first_mismatch(gather_objects(self._fingerprints))

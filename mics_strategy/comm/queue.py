@@ -160,10 +160,7 @@ class _QueuedTask:
         return self._steps is None or unfinished._steps is None or self._steps.uses_memory_of(unfinished._steps)
 
     def start(self) -> None:
-        """Encode, and post the first messages, if the workspace has a part for that.
-
-        A second call does nothing.
-        """
+        """Encode, and post the first messages, if the workspace has a part for that. A second call does nothing."""
         if self._steps is not None and self._steps.can_start_ahead:
             self._run(self._steps.start)
 
@@ -228,10 +225,7 @@ class RouteBinding:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """A collective as all its ranks know it.
-
-    Ranks with the same tag have submitted the same collective.
-    """
+    """A collective as all its ranks know it. Ranks with the same tag have submitted the same collective."""
 
     name: str
     size: str

@@ -79,6 +79,7 @@ class CommResources:
         self.number = _count_models()
         self.process_id = os.getpid()
         self.call_watch = call_watch(self.rank)
+        self.call_watch.begin_model()
         self.watchdog = self.call_watch.watchdog
         self.watchdog.num_models = self.number + 1
         self.workspaces = {stream: Workspace() for stream in STREAMS}
@@ -185,10 +186,7 @@ class CommResources:
 
     @property
     def num_groups(self) -> int:
-        """Number of this rank's process groups.
-
-        The default group and those of earlier models count.
-        """
+        """Number of this rank's process groups. The default group and those of earlier models count."""
         return 1 + len(_groups.get(dist.group.WORLD, {}))
 
     def connect(self) -> None:
@@ -227,18 +225,12 @@ class CommResources:
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def stop(self) -> None:
-        """End the communication threads. Not collective.
-
-        Collectives that no rank waits for may be unfinished.
-        """
+        """End the communication threads. Not collective. Collectives that no rank waits for may be unfinished."""
         for thread in self._threads.values():
             thread.close(self._transports)
 
     def close(self) -> None:
-        """Destroy the groups, which ends the threads of gloo.
-
-        Not collective; no collective may be unfinished.
-        """
+        """Destroy the groups, which ends the threads of gloo. Not collective; no collective may be unfinished."""
         self.stop()
         for transport in self._transports:
             transport.close()
@@ -261,10 +253,7 @@ def _enable_peer_memory(transport: Transport) -> None:
 
 
 class _UnsortedRank(int):
-    """A rank that compares by its position.
-
-    torch 2.11 sorts the ranks of a group.
-    """
+    """A rank that compares by its position. torch 2.11 sorts the ranks of a group."""
 
     position: int
 
@@ -306,10 +295,7 @@ _num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _count_models() -> int:
-    """The number of models that this job has sharded before.
-
-    All ranks shard models in the same order.
-    """
+    """The number of models that this job has sharded before. All ranks shard models in the same order."""
     number = _num_models.get(dist.group.WORLD, 0)
     _num_models[dist.group.WORLD] = number + 1
     return number

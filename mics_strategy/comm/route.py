@@ -161,18 +161,12 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
 
 
 def all_reduce_multiple(route: Route) -> int:
-    """The divisor of a slice of an all-reduce.
-
-    Ranks have equal shares of a slice, in whole blocks of the codec.
-    """
+    """The divisor of a slice of an all-reduce. Ranks have equal shares of a slice, in whole blocks of the codec."""
     codec = route.stages[0].codec
     return route.stages[0].size * (codec.bound_numel if codec is not None else 1)
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:
-    """Elements, with padding, of one slice.
-
-    A rank sends them over the slowest links.
-    """
+    """Elements, with padding, of one slice. A rank sends them over the slowest links."""
     multiple = all_reduce_multiple(route)
     return -(-numel // (route.num_slices * multiple)) * multiple

@@ -61,10 +61,7 @@ def all_reduce_scratch_bytes(
 
 
 def _payload_bytes(route: Route, num_stages: int, numel: int) -> int:
-    """Bytes of the payloads of all ranks of the first stages.
-
-    It is 0 where they are not quantized.
-    """
+    """Bytes of the payloads of all ranks of the first stages. It is 0 where they are not quantized."""
     codec = route.stages[0].codec
     return 0 if codec is None else aligned_bytes((route.strides[num_stages] * codec.encoded_bytes(numel), torch.uint8))
 

@@ -150,10 +150,7 @@ def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> 
 
 
 def _reduce_scatter_stage(stage: Stage, unquantized_bytes: int, numel: int, wire: torch.dtype) -> StageTraffic:
-    """The traffic of one stage.
-
-    A quantized one encodes rows of `numel` elements, one for each rank.
-    """
+    """The traffic of one stage. A quantized one encodes rows of `numel` elements, one for each rank."""
     if stage.codec is None:
         return StageTraffic(REDUCE_SCATTER, stage.axis, stage.size, wire, unquantized_bytes)
     num_bytes = stage.size * stage.codec.encoded_bytes(numel)

@@ -171,10 +171,7 @@ class Transport(ABC):
         """
 
     def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
-        """Sum `tensor` over the ranks in place, in its dtype.
-
-        Every rank ends with the same bits.
-        """
+        """Sum `tensor` over the ranks in place, in its dtype. Every rank ends with the same bits."""
         work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
@@ -260,10 +257,7 @@ class GlooTransport(Transport):
         return self.group.send([tensor], dest, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
-        """Receive from the rank of index `source`.
-
-        Messages of one tag arrive in the order of their sends.
-        """
+        """Receive from the rank of index `source`. Messages of one tag arrive in the order of their sends."""
         if self._connections:
             return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
@@ -338,10 +332,7 @@ class BackendTransport(Transport):
         return Launch(partial(dist.all_to_all_single, received, sent, group=self.group, async_op=True))
 
     def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
-        """All-gather several tensors in one launch, [size * n] each.
-
-        They are in the order of the ranks.
-        """
+        """All-gather several tensors in one launch, [size * n] each. They are in the order of the ranks."""
         outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
         work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
         return work

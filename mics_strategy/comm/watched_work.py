@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -72,30 +73,44 @@ class CallWatch:
         watchdog: Finds out why this rank waits long.
 
     Attributes:
-        fingerprints: Fingerprints of recorded collectives, by their ranks.
         common_values: Digests of values that all ranks must have in common, since the last step of any model.
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
         self.watchdog = watchdog
-        self.fingerprints: dict[tuple[int, ...], CollectiveFingerprint] = {}
+        self._fingerprints: dict[tuple[tuple[int, ...], bool], CollectiveFingerprint] = {}
         self.common_values: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0
         self._thread: threading.Thread | None = None
 
-    def record(self, label: str, ranks: Sequence[int]) -> None:
+    def record(self, label: str, ranks: Sequence[int], *, is_ordered: bool = True) -> None:
         """Add a collective, or what ranks do alike, to the fingerprint of its ranks.
 
         Args:
             label: Its payload; the same on all ranks.
             ranks: Its ranks, of which this is one, in the same order on all.
+            is_ordered: See `CollectiveFingerprint`.
         """
-        key = tuple(ranks)
-        if key not in self.fingerprints:
-            self.fingerprints[key] = CollectiveFingerprint(ranks=key, index=key.index(self.watchdog.rank))
-        self.fingerprints[key].update(label)
+        key = tuple(ranks), is_ordered
+        if key not in self._fingerprints:
+            index = ranks.index(self.watchdog.rank)
+            self._fingerprints[key] = CollectiveFingerprint(ranks=key[0], index=index, is_ordered=is_ordered)
+        self._fingerprints[key].update(label)
+
+    @property
+    def fingerprints(self) -> dict[str, CollectiveFingerprint]:
+        """Fingerprints of what was recorded since the last model was made, by name."""
+        return {
+            f"{'operations' if is_ordered else 'writes and steps'} of ranks {_short(ranks)}": fingerprint
+            for (ranks, is_ordered), fingerprint in self._fingerprints.items()
+        }
+
+    def begin_model(self) -> None:
+        """Forget what ranks recorded for other models: after an error they may differ, and make a new one."""
+        self._fingerprints.clear()
+        self.common_values.clear()
 
     @contextmanager
     def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:
@@ -149,6 +164,12 @@ class CallWatch:
                     if interval_s >= LONG_WAIT_S > interval_s / 2:
                         self.watchdog.warn(self._op)
                     interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """Ranks as text, another one for others."""
+    text = ", ".join(map(str, ranks))
+    return text if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]} ({zlib.crc32(text.encode()):08x})"
 
 
 _call_watches: WeakKeyDictionary[Any, CallWatch] = WeakKeyDictionary()

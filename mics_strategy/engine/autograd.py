@@ -109,10 +109,7 @@ class UnshardedParameter(nn.Parameter):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter, without attributes.
-
-        Those of the engine are among them.
-        """
+        """Pickle as a plain parameter, without attributes. Those of the engine are among them."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 

@@ -210,10 +210,7 @@ class Bucket:
 
     @cached_property
     def _locals(self) -> list[torch.Tensor]:
-        """The local shards. Torch counts writes to them.
-
-        `writes` counts those to the sharded parameters.
-        """
+        """The local shards. Torch counts writes to them. `writes` counts those to the sharded parameters."""
         return [sharded.local for sharded in self.sharded_params]
 
     @property

@@ -177,10 +177,7 @@ def _persistent_params(
 
 
 def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
-    """Bind every unit to a slot.
-
-    Units of one nesting depth share `prefetch + 1` slots, in turn.
-    """
+    """Bind every unit to a slot. Units of one nesting depth share `prefetch + 1` slots, in turn."""
     if context.groups.scopes.params == 1:
         return [Slot(_NO_BYTES) for _ in modules]
     bound: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -274,9 +274,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return are_equal(args[0], args[1], origin_of(func, args, kwargs))
     if func.namespace == "c10d":
         return run_collective(func, args, kwargs)
-    if torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference():
-        with torch.inference_mode(False), torch.no_grad():  # autograd gives a view the version counter of its base
-            return _run(func, args, kwargs)
+    if torch.is_inference_mode_enabled():
+        made_of_others = func.decompose(*args, **kwargs)  # autograd would have, but it does not see inference mode
+        if made_of_others is not NotImplemented:
+            return made_of_others
+        if is_view(func) and not args[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():  # autograd gives a view the version counter of its base
+                return _run(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(func, args, kwargs)
     is_flat = op_schema.are_flat(args, kwargs)

@@ -25,10 +25,7 @@ from mics_strategy.errors import LifecycleError
 
 
 class _State(Enum):
-    """A state of one of the machines.
-
-    It is hashed by identity, as tables are looked up in every hook.
-    """
+    """A state of one of the machines. It is hashed by identity, as tables are looked up in every hook."""
 
     __hash__ = object.__hash__
 

@@ -123,10 +123,7 @@ class CachedViews:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a buffer.
-
-        For the empty buffer, which stands for no payload, each view is the buffer itself.
-        """
+        """Views of a buffer. For the empty buffer, which stands for no payload, each view is the buffer itself."""
         if buffer.numel() < self._num_bytes:
             return [buffer] * len(self._sizes)
         address = buffer.data_ptr()

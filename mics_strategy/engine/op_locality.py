@@ -75,10 +75,7 @@ def _has_empty_part(tensor: DTensor) -> bool:
 
 
 def _smallest_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like the part of the last rank.
-
-    Not on `meta`, where the maximum of nothing does not raise.
-    """
+    """A tensor like the part of the last rank. Not on `meta`, where the maximum of nothing does not raise."""
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
     shape = list(tensor.shape)

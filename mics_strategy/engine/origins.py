@@ -22,7 +22,11 @@ def origin_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The operation with its arguments: ``mul(0.weight, 0.5)``. A checksum stands for the middle of a long text."""
     if func is torch.ops.aten.detach.default:
         return str(args[0].mics_origin)
-    text = f"{func._schema.name.removeprefix('aten::')}({_texts((*args, *kwargs.values()))})"
+    return shortened(f"{func._schema.name.removeprefix('aten::')}({_texts((*args, *kwargs.values()))})")
+
+
+def shortened(text: str) -> str:
+    """A text of at most `_MAX_LENGTH` characters, with a checksum if it was longer."""
     if len(text) <= _MAX_LENGTH:
         return text
     return f"{text[:_NUM_SHOWN]}... #{zlib.crc32(text.encode()):08x} ...{text[-_NUM_SHOWN:]}"

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from typing_extensions import override
 
-from mics_strategy.comm.placement import ShardPlacement, full_tensor, like_tensor
+from mics_strategy.comm.placement import ShardPlacement, compare_values, full_tensor, is_sharded, like_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor, as_exact, mean_gradient
 from mics_strategy.engine.layout import ParamSlice
-from mics_strategy.engine.tensor_memory import TensorMemory, WriteCount
+from mics_strategy.engine.tensor_memory import TensorMemory, WriteCount, digest_of_places
 from mics_strategy.errors import LifecycleError
 
 _new_dtensor: Any = DTensor  # `from_local` and `nn.Parameter` dispatch operations, which costs more than all else
@@ -91,6 +91,8 @@ class ShardedParameter(ExactDTensor):
         whole: torch.Tensor | None = None
         if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
+            if is_sharded(self) and not isinstance(value, DTensor):
+                compare_values([digest_of_places(whole)], self)
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
         if value.shape != self.shape or value.dtype != self.dtype:
             self.raw_grad = value  # torch refuses it, before anything is cleared
@@ -127,9 +129,9 @@ class ShardedParameter(ExactDTensor):
         """This rank's shard: a view of the optimizer arena."""
         return self._local_tensor
 
-    def like_self(self, local: torch.Tensor) -> DTensor:
+    def like_self(self, local: torch.Tensor, origin: str = "") -> DTensor:
         """A DTensor of this parameter's shape and placements, with local part `local`."""
-        return as_exact(like_tensor(local, self), self.mics_random, self.mics_origin)
+        return as_exact(like_tensor(local, self), self.mics_random, origin or self.mics_origin)
 
     @override
     def mics_before_read(self) -> None:

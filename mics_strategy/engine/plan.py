@@ -74,10 +74,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """Properties of a unit that its traffic depends on.
-
-    Units with the same `slot` share its memory.
-    """
+    """Properties of a unit that its traffic depends on. Units with the same `slot` share its memory."""
 
     name: str
     slot: int
@@ -86,10 +83,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedPlan:
-    """Properties of a bucket with tensors that their owners update.
-
-    This rank has the shard `index`.
-    """
+    """Properties of a bucket with tensors that their owners update. This rank has the shard `index`."""
 
     name: str
     assignment: OwnerAssignment
@@ -361,10 +355,7 @@ class _Planner:
         return self._routes[role, full_bytes]
 
     def _reduced(self, index: int) -> list[BucketPlan]:
-        """Buckets that are reduced.
-
-        Sharded gradients of a unit are reduced together, with zeros where none arrived.
-        """
+        """Buckets that are reduced. Sharded gradients of a unit are reduced together, with zeros where none arrived."""
         buckets = self.units[index].trainable
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]

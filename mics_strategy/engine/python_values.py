@@ -1,7 +1,4 @@
-"""What Python gets of sharded tensors: numbers, lists, arrays.
-
-torch refuses them for every class but its own.
-"""
+"""What Python gets of sharded tensors: numbers, lists, arrays. torch refuses them for every class but its own."""
 
 from __future__ import annotations
 

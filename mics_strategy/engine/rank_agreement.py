@@ -111,10 +111,7 @@ class UsedParamMap:
 
     @property
     def has_different_hops(self) -> bool:
-        """Whether ranks have started different second hops.
-
-        On a GPU the next step finds out.
-        """
+        """Whether ranks have started different second hops. On a GPU the next step finds out."""
         return self.is_read_at_once and self._all_totals()[-2] != 0
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
@@ -247,10 +244,7 @@ class ReplicaCheck:
         return span.index(self._groups.rank), span.size
 
     def describe(self) -> str:
-        """The error message: which values differ, and what to do. Collective.
-
-        It communicates on the default group.
-        """
+        """The error message: which values differ, and what to do. Collective. It communicates on the default group."""
         local_digests = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
         digests_by_rank = gather_objects(local_digests)
         for bucket_index, bucket in enumerate(self._buckets):

@@ -267,10 +267,7 @@ class Reducer:
         return max((number for number, hop in enumerate(self._first_hops, 1) if hop.unit is unit), default=0)
 
     def _wait_for(self, unit: Unit) -> None:
-        """Wait until the buffer of a unit's first hop is free.
-
-        Its second hop starts later, in order.
-        """
+        """Wait until the buffer of a unit's first hop is free. Its second hop starts later, in order."""
         for chain in (chain for hop in self._first_hops if hop.unit is unit for chain in hop.chains):
             chain.wait()
 
@@ -305,10 +302,7 @@ class Reducer:
         self._second_hops.wait_all()
 
     def zero_grad(self, gradient: GradBucket, position: int, *, is_kept: bool) -> None:
-        """Drop one parameter's gradient, with its parts in flight.
-
-        `is_kept` is that of `GradBucket`.
-        """
+        """Drop one parameter's gradient, with its parts in flight. `is_kept` is that of `GradBucket`."""
         self.finish_first_hops()
         self._second_hops.drop(gradient, position)
         gradient.zero_grad(position, is_kept=is_kept)

@@ -89,10 +89,7 @@ def needs_unshard(buckets: Iterable[VersionedBucket], *, is_resident: bool) -> b
 
 
 def full_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
-    """Elements of the full tensor in a role's collective, padding included.
-
-    The role is one of `scopes.ROLES`.
-    """
+    """Elements of the full tensor in a role's collective, padding included. The role is one of `scopes.ROLES`."""
     return layout.numel_at(scopes.degrees_of(role)[0])
 
 
@@ -127,10 +124,7 @@ def first_hop_numel(layout: BucketLayout, degree: int, num_chunks: int) -> int:
 
 
 def unshard_role(scopes: Scopes) -> str:
-    """Role of the last collective before parameters are unsharded.
-
-    It may write them in place.
-    """
+    """Role of the last collective before parameters are unsharded. It may write them in place."""
     if scopes.params == 1:
         return "param_sync"
     return "secondary_all_gather" if scopes.has_secondary else "param_all_gather"
@@ -151,10 +145,7 @@ def reduction_order(forward_order: Iterable[T]) -> list[T]:
 
 
 def second_hop_order(indices: Iterable[int]) -> list[int]:
-    """The order of second hops of units, given by index.
-
-    It depends on nothing that a rank has run.
-    """
+    """The order of second hops of units, given by index. It depends on nothing that a rank has run."""
     return sorted(indices, reverse=True)
 
 

@@ -202,10 +202,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
 
 
 def to_rank_zero(value: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on rank 0's CPU; an empty tensor on others.
-
-    Collective for DTensors.
-    """
+    """The whole tensor on rank 0's CPU; an empty tensor on others. Collective for DTensors."""
     whole = value.detach()
     if is_quantized(whole):
         return slice_quantized(whole.cpu(), None, 0, 0)

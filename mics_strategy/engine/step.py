@@ -194,10 +194,7 @@ class Engine:
                 self.finish_gradients()
 
     def finish_gradients(self) -> None:
-        """Make every gradient final and visible. Collective.
-
-        Does nothing inside a backward or if none is due.
-        """
+        """Make every gradient final and visible. Collective. Does nothing inside a backward or if none is due."""
         if self._in_backward:
             self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
@@ -315,10 +312,7 @@ class Engine:
             claimed.add(unit.slot)  # also if it is not free yet: a later unit must not take it
 
     def _on_backward_start(self) -> None:
-        """Start a backward at its first hook: fix the order of reductions.
-
-        `post_backward` ends it.
-        """
+        """Start a backward at its first hook: fix the order of reductions. `post_backward` ends it."""
         for unit in self.units:
             unit.check_hooks()
         self._in_backward = True
@@ -384,10 +378,7 @@ class Engine:
         return regions
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
-        """Unshard for a backward that differentiates the backward of `call`.
-
-        It reads parameters in any order.
-        """
+        """Unshard for a backward that differentiates the backward of `call`. It reads parameters in any order."""
         with outside_transforms():
             if not self._in_backward:
                 self._on_backward_start()
@@ -395,10 +386,7 @@ class Engine:
             self._unshard_again(call.unit)
 
     def _retire_finished_units(self, call: ForwardCall) -> None:
-        """Release units entered after `call` had ended; launch their first hops.
-
-        Autograd no longer needs them.
-        """
+        """Release units entered after `call` had ended; launch their first hops. Autograd no longer needs them."""
         for unit in self.units:
             if unit.phase is UnitPhase.BACKWARD and unit.backward_enter > call.leave:
                 unit.exit_backward()
@@ -413,10 +401,7 @@ class Engine:
             unit.exit_backward()
 
     def reset_after_error(self) -> None:
-        """Clean up after a backward that an exception has ended.
-
-        Autograd does not report it.
-        """
+        """Clean up after a backward that an exception has ended. Autograd does not report it."""
         if self._in_backward and not self.is_recomputing:
             self._discard_backward()
 

@@ -14,10 +14,7 @@ from mics_strategy.engine.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """One kind of collective over one axis in one optimizer step.
-
-    Bytes are those that this rank sends.
-    """
+    """One kind of collective over one axis in one optimizer step. Bytes are those that this rank sends."""
 
     axis: str
     collective: str

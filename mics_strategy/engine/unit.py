@@ -183,10 +183,7 @@ class Unit:
             bucket.unsharded.reshard()
 
     def check_params(self) -> None:
-        """Check what a script has done to the sharded parameters.
-
-        Called before a forward's first collective.
-        """
+        """Check what a script has done to the sharded parameters. Called before a forward's first collective."""
         check_not_traced()
         may_train = torch.is_grad_enabled()  # an adapter is made trainable for a moment, to be a reference
         for bucket in self.buckets:
@@ -210,10 +207,7 @@ class Unit:
         self._forward_depth += 1
 
     def exit_forward(self) -> None:
-        """Keep what the forward wrote into parameters; register the sharded ones.
-
-        The forward may have raised.
-        """
+        """Keep what the forward wrote into parameters; register the sharded ones. The forward may have raised."""
         self._forward_depth -= 1
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)

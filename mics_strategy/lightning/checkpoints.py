@@ -71,10 +71,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
 
     @functools.cached_property
     def _interrupted_saves(self) -> Rendezvous:
-        """Rendezvous before saves after an exception.
-
-        Other ranks may be inside a step, whose collectives block.
-        """
+        """Rendezvous before saves after an exception. Other ranks may be inside a step, whose collectives block."""
         return Rendezvous("interrupted")
 
     def _require_every_rank(self) -> None:
@@ -247,10 +244,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load into shards, now or after setup.
-
-        Until setup, hooks may change the unsharded model.
-        """
+        """Load into shards, now or after setup. Until setup, hooks may change the unsharded model."""
         self._to_load = (checkpoint["state_dict"], strict)
         if self.is_sharded:
             self.load_pending_model()

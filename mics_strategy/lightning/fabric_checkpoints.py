@@ -267,10 +267,7 @@ def _filtered(states: dict[str, Any], filters: Filters) -> dict[str, Any]:
 
 
 def _run_on_all_ranks(action: Callable[[], T]) -> T:
-    """Run an action as in `run_on_all_ranks`.
-
-    Before `fabric.launch()` this process is alone.
-    """
+    """Run an action as in `run_on_all_ranks`. Before `fabric.launch()` this process is alone."""
     return run_on_all_ranks(action, CheckpointError) if is_initialized() else action()
 
 

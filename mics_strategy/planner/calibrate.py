@@ -232,10 +232,7 @@ class _Calibration:
         }
 
     def _compute(self) -> dict[str, Any]:
-        """Rates of the device, the slowest node, and the origin of the figures.
-
-        Rates are medians over all ranks.
-        """
+        """Rates of the device, the slowest node, and the origin of the figures. Rates are medians over all ranks."""
         rates = {name: matmul_rate(dtype, self._device, self._start_together) for name, dtype in _DTYPES.items()}
         gathered = gather_objects((rates, memory_rate(self._device, self._start_together)))
         flop_per_s = {name: statistics.median(other[name] for other, _ in gathered) for name in rates}

@@ -61,10 +61,7 @@ class SimulatedStep:
 
     @property
     def model_flop_per_s_per_rank(self) -> float:
-        """FLOP per second and rank by the mathematics.
-
-        Nothing is recomputed, and causal attention is halved.
-        """
+        """FLOP per second and rank by the mathematics. Nothing is recomputed, and causal attention is halved."""
         return self.samples_per_s * self.job.workload.model.model_flop_per_sample / self.job.cluster.world_size
 
     @property
@@ -273,10 +270,7 @@ def _sections(choice: Choice) -> Iterator[Section]:
 
 
 def _presets(choice: Choice) -> list[tuple[str, Point]]:
-    """The fastest point of each published system, fastest first.
-
-    Where none fits, it is the smallest.
-    """
+    """The fastest point of each published system, fastest first. Where none fits, it is the smallest."""
     points: dict[str, Point] = {}
     for point in (*choice.solution.fitting, *choice.solution.too_large):
         name = preset_of(point.job.scopes)

@@ -199,10 +199,7 @@ class _Simulation:
             self._update_slowdowns(task, now_s)
 
     def _update_slowdowns(self, task: Task, now_s: float) -> None:
-        """Slow the device by the links in use, and the links by the device.
-
-        A task has just started or ended.
-        """
+        """Slow the device by the links in use, and the links by the device. A task has just started or ended."""
         device = self._resources.get(DEVICE)
         if device is None:
             return

@@ -146,10 +146,7 @@ def slowdowns(computed_s: float, collective_s: float, busy_s: float, rest_s: flo
 
 
 def monotone(table: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A table of bytes and seconds in which no size takes longer than a larger one.
-
-    The excess is noise.
-    """
+    """A table of bytes and seconds in which no size takes longer than a larger one. The excess is noise."""
     seconds = itertools.accumulate((row[1] for row in reversed(table)), min)
     return [(row[0], least_s) for row, least_s in zip(table, [*seconds][::-1], strict=True)]
 

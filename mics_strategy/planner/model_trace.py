@@ -61,10 +61,7 @@ class TraceInput:
 
 
 def token_loss(output: Any) -> torch.Tensor:
-    """Cross-entropy in fp32, as transformers compute it.
-
-    The output has logits [..., C], or is logits itself.
-    """
+    """Cross-entropy in fp32, as transformers compute it. The output has logits [..., C], or is logits itself."""
     logits = logits_of(output)
     rows = logits.float().flatten(0, -2)
     labels = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)

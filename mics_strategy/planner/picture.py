@@ -1,7 +1,4 @@
-"""Picture of a planned step.
-
-One row shows the device, and one each stream of collectives. It needs matplotlib.
-"""
+"""Picture of a planned step. One row shows the device, and one each stream of collectives. It needs matplotlib."""
 
 from __future__ import annotations
 

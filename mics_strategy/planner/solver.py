@@ -142,10 +142,7 @@ def _solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
 
 
 def _promise(point: Point) -> tuple[float, int, float, int]:
-    """Order of simulation.
-
-    Points are ordered by bound, roughly, then by mesh axes, traffic and memory.
-    """
+    """Order of simulation. Points are ordered by bound, roughly, then by mesh axes, traffic and memory."""
     bound = round(math.log(point.bound_s) / EQUAL)
     return bound, complexity(point.job.scopes), point.links_s, point.memory.total_bytes
 

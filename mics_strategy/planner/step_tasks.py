@@ -155,10 +155,7 @@ class _Builder:
         return {unit for (_, _, unit, _), collectives in self._collectives.items() if collectives}
 
     def forward(self, micro_step: int) -> None:
-        """Gathers and forwards.
-
-        The root, whose forward surrounds the others, computes last.
-        """
+        """Gathers and forwards. The root, whose forward surrounds the others, computes last."""
         first = self._before()
         order = [self.units[index] for index in self.order.forward]
         if "update" not in self.rules.overlap and micro_step == 0:
@@ -176,10 +173,7 @@ class _Builder:
         self._compute(FORWARD, order[0], order[0].forward_s, (gathered[order[0].name],))
 
     def backward(self, micro_step: int, *, is_last: bool) -> None:
-        """Gathers, backwards and first hops.
-
-        The root is entered first, and its gradients are reduced last.
-        """
+        """Gathers, backwards and first hops. The root is entered first, and its gradients are reduced last."""
         begin = self._before()
         order = [self.units[index] for index in self.order.backward]
         computed: list[int | None] = []
@@ -250,10 +244,7 @@ class _Builder:
             )
 
     def _chain(self, stream: str, collectives: list[list[PlannedCollective]], *after: int | None) -> int | None:
-        """Add collectives, each of which is its stages; return the last task.
-
-        One collective follows the other.
-        """
+        """Add collectives, each of which is its stages; return the last task. One collective follows the other."""
         last: int | None = None
         for stages in collectives:
             last = self._collective(stream, stages, self._after(*after) if last is None else (last,))

@@ -121,10 +121,7 @@ def autotune(scopes: Scopes, resources: CommResources) -> list[TuningResult]:
 
 
 def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Backend and device as text.
-
-    It is None where times mean nothing, as among simulated ranks.
-    """
+    """Backend and device as text. It is None where times mean nothing, as among simulated ranks."""
     backend = backend_of(group, device.type)
     if backend not in _TIMED_BACKENDS:
         return None
@@ -224,10 +221,7 @@ def run_collective(start: Callable[[], Work]) -> None:
 
 
 def time_slowest_rank(run: Callable[[], object], control: ControlGroup, device: torch.device) -> float:
-    """Time of a run on the slowest rank, seconds.
-
-    The maximum synchronizes ranks, so the next run starts on all.
-    """
+    """Time of a run on the slowest rank, seconds. The maximum synchronizes ranks, so the next run starts on all."""
     _synchronize(device)
     start_s = time.perf_counter()
     run()

@@ -83,10 +83,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Times of both alternatives, seconds.
-
-    They are medians over several runs, on the slowest rank.
-    """
+    """Times of both alternatives, seconds. They are medians over several runs, on the slowest rank."""
 
     flat_s: float
     coalesced_s: float

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mics_strategy import ShardConfig
+from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.engine.training import (
@@ -308,3 +308,19 @@ def test_training_twice_gives_the_same_bits(ranks: RankPool, preset: str) -> Non
     first, second = (ranks(4, train_without_reading, run, ranks_per_node=2) for _ in range(2))
     assert_identical(first[0], second[0])
     assert_identical(first[0], first[3])
+
+
+def flattened(ctx: RankContext) -> None:
+    """Job: operations that torch builds of others, on rows that do not divide, in inference mode."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7)
+    values = model.weight.detach().clone()
+    shard(model, "zero3")
+    with torch.inference_mode():
+        for change in (torch.flatten, torch.ravel, torch.t, lambda weight: weight.matmul(weight.t()), nn.Flatten(0)):
+            found = change(model.weight)
+            torch.testing.assert_close(found.full_tensor(), change(values))
+
+
+def test_composed_operations_run_in_inference_mode(ranks: RankPool) -> None:
+    ranks(2, flattened)

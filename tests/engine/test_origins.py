@@ -1,5 +1,6 @@
 """Ranks that compute together must compute alike: numbers, weights and their order are compared in every step."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -101,13 +102,18 @@ def a_written_view(model: nn.Sequential, number: float) -> None:
     model[0].weight.data[1:].mul_(1 + number)
 
 
+def a_weight_written_with_a_plain_factor(model: nn.Sequential, number: float) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(torch.tensor(1 + number))
+
+
 def a_weight_written_with_plain_values(model: nn.Sequential, number: float) -> None:
     with torch.no_grad():
         model[0].weight.copy_(torch.full((WIDTH, WIDTH), 0.1 + number))
 
 
 WRITES: list[Use] = [a_written_weight, a_written_view]
-PLAIN_WRITES: list[Use] = [a_weight_written_with_plain_values]
+PLAIN_WRITES: list[Use] = [a_weight_written_with_a_plain_factor, a_weight_written_with_plain_values]
 
 
 def a_clipped_gradient(model: nn.Sequential, number: float) -> None:
@@ -118,7 +124,12 @@ def a_written_gradient(model: nn.Sequential, number: float) -> None:
     model[0].weight.grad.mul_(1 + number)
 
 
+def a_plain_gradient(model: nn.Sequential, number: float) -> None:
+    model[0].weight.grad = torch.full((WIDTH, WIDTH), number)
+
+
 AFTER_BACKWARD: list[Use] = [a_clipped_gradient, a_written_gradient]
+PLAIN_GRADIENTS: list[Use] = [a_plain_gradient]
 
 
 def steps(ctx: RankContext, preset: str, use: Use, differing: bool) -> str:
@@ -143,7 +154,7 @@ def _step(model: nn.Sequential, optimizer: torch.optim.Optimizer, use: Use, numb
         penalty = use(model, number)
         loss = loss if penalty is None else loss + penalty
     loss.backward()
-    if use in AFTER_BACKWARD:
+    if use in (*AFTER_BACKWARD, *PLAIN_GRADIENTS):
         use(model, number)
     optimizer.step()
     optimizer.zero_grad()
@@ -154,17 +165,63 @@ def named(*uses: Use) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics"])
-@named(*READS, *PLAIN, *WRITES, *PLAIN_WRITES, *AFTER_BACKWARD)
+@named(*READS, *PLAIN, *WRITES, *PLAIN_WRITES, *AFTER_BACKWARD, *PLAIN_GRADIENTS)
 def test_numbers_of_each_rank_are_refused_on_every_rank(ranks: RankPool, use: Use, preset: str) -> None:
     for answer in ranks(2, steps, preset, use, True):
         assert answer[0] in "34", answer  # that step, or what it leaves is read in the next one
-        text = (
-            "Ranks wrote different values into"
-            if use in (*PLAIN, *PLAIN_WRITES)
-            else "operations of ranks (0, 1), rank 0 sent"
-        )
-        assert text in answer or "Unit `0`: ranks 0 and 1" in answer
+        is_plain = use in (*PLAIN, *PLAIN_WRITES, *PLAIN_GRADIENTS)
+        told = "Ranks wrote different values into" if is_plain else "(operations|writes and steps) of ranks 0, 1[,:]"
+        assert re.search(told, answer) or "Unit `0`: ranks 0 and 1" in answer
     assert ranks(2, steps, preset, use, False) == ["trained"] * 2
+
+
+def by_names_in_any_order(ctx: RankContext) -> None:
+    """Job: writes that each rank makes in another order, as in the order of a set of names."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shard(model, "zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        in_its_order = list(model.parameters())[:: -1 if ctx.rank else 1]
+        for parameter in in_its_order:
+            parameter.grad.clamp_(-1, 1)
+        for parameter in in_its_order:
+            parameter.data.mul_(0.99)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_writes_may_have_any_order(ranks: RankPool) -> None:
+    ranks(2, by_names_in_any_order)
+
+
+def after_an_error(ctx: RankContext) -> list[str]:
+    return [steps(ctx, "zero3", a_factor, differing) for differing in (True, False)]
+
+
+def test_a_new_model_knows_nothing_of_an_error_before(ranks: RankPool) -> None:
+    for first, second in ranks(2, after_an_error):
+        assert first.startswith("3: Ranks ran different units or operations")
+        assert second == "trained"
+
+
+def with_rates_of_each_rank(ctx: RankContext, preset: str, differing: bool) -> None:
+    """Job: a scheduler that follows a loss of this rank."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    shard(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(4):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        scheduler.step(-float(step) if differing and ctx.rank else 0.0)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_learning_rates_of_each_rank_are_refused(ranks: RankPool, preset: str) -> None:
+    ranks(2, with_rates_of_each_rank, preset, False)
+    told = r"`step of SGD with lr 0.0\d+, momentum.*` on rank 0, `step of SGD with lr 0.0\d+,"
+    raises_on_every_rank(lambda: ranks(2, with_rates_of_each_rank, preset, True), LifecycleError, told)
 
 
 def with_two_models(ctx: RankContext, differing: bool) -> None:

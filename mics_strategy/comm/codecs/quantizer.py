@@ -233,10 +233,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """The module of the Triton kernels.
-
-    It is None, with one warning, where Triton is missing.
-    """
+    """The module of the Triton kernels. It is None, with one warning, where Triton is missing."""
     try:
         from mics_strategy.comm.codecs import triton_codec
     except ModuleNotFoundError as error:

@@ -31,10 +31,7 @@ TILE_NUMEL = {"cpu": 2**17, "cuda": 2**22}
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive blocks of one width.
-
-    The first has value `begin` and block index `first`.
-    """
+    """Consecutive blocks of one width. The first has value `begin` and block index `first`."""
 
     first: int
     rows: int

@@ -119,7 +119,7 @@ class _SwappedParam:
             elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 kept = state[key] = value.clone() if value.data_ptr() in written else value
                 if self.owner is None and value.shape == shape and value.dim():
-                    state[key] = self.sharded.like_self(kept)
+                    state[key] = self.sharded.like_self(kept, f"`{key}` of {self.sharded.mics_origin}")
         self.states.clear()
 
 
@@ -229,10 +229,7 @@ class LocalParamSwap:
         self._random_states = self.target.random.begin()
 
     def swap_out(self) -> None:
-        """Put sharded parameters back into the optimizer, with new states as DTensors.
-
-        Sends nothing.
-        """
+        """Put sharded parameters back into the optimizer, with new states as DTensors. Sends nothing."""
         if not self.is_local:
             return
         self.is_local = False

@@ -137,10 +137,7 @@ class OwnerExchange:
         return [(sides * numel, bucket.dtype) for numel in numels]
 
     def step_views(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
-        """Each parameter and its tensor for a step.
-
-        It is the whole tensor on the owner and an empty one elsewhere.
-        """
+        """Each parameter and its tensor for a step. It is the whole tensor on the owner and an empty one elsewhere."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 value = self._values.get(parameter)
@@ -206,10 +203,7 @@ class OwnerExchange:
         return transfer
 
     def _acquire_staging(self, bucket: OwnedBucket, transfer: _InFlight, sides: int) -> list[torch.Tensor]:
-        """Staging views for this rank's rows and for its owned tensors.
-
-        They are valid until the buffer is reused.
-        """
+        """Staging views for this rank's rows and for its owned tensors. They are valid until the buffer is reused."""
         return carve_views(self._staging.acquire(transfer.wait), self._staging_sizes(bucket, sides))
 
     def _row_views(

@@ -41,6 +41,7 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.kinds import has_states_elsewhere, stepped_by
 from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, check_param_groups_only, deref
 from mics_strategy.engine.optimizer.target import OptimizerTarget
+from mics_strategy.engine.origins import shortened
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
 
@@ -99,10 +100,7 @@ class StepHooks:
             _check_not_stale(optimizer, target.sharded_param_for)
 
     def reset_after_error(self) -> None:
-        """Swap out of optimizers whose step raised. Collective.
-
-        Called before new gradients are accumulated.
-        """
+        """Swap out of optimizers whose step raised. Collective. Called before new gradients are accumulated."""
         for swap in list(self._swaps.values()):
             swap.sync_owned()
 
@@ -124,6 +122,7 @@ class StepHooks:
         if target is None or not any(target.owns(p) for group in optimizer.param_groups for p in group["params"]):
             return args, kwargs, None
         swap = self.swap_of(optimizer)
+        target.engine.reducer.groups.record_options(shortened(_options(optimizer)))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             return args, kwargs, swap
@@ -140,6 +139,13 @@ class StepHooks:
         swap.sync_owned()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if target.owns(p)]
         target.post_step(parameters, swap.exchanges)
+
+
+def _options(optimizer: Optimizer) -> str:
+    """The numbers of an optimizer's groups, which all ranks have in common. Of floats the last digits may differ."""
+    groups = [{k: v for k, v in group.items() if isinstance(v, (int, float))} for group in optimizer.param_groups]
+    texts = [", ".join(f"{key} {value:.9g}" for key, value in numbers.items()) for numbers in groups]
+    return f"step of {type(optimizer).__name__} with {'; '.join(texts)}"
 
 
 def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -201,10 +201,7 @@ class ComputeRow:
         self._mark()
 
     def begin_step(self) -> None:
-        """An optimizer step begins.
-
-        After another one of the same step, the loop has fetched no data.
-        """
+        """An optimizer step begins. After another one of the same step, the loop has fetched no data."""
         self._rename((DATA,), AFTER_BACKWARD)
         self.continue_with(OPTIMIZER)
 

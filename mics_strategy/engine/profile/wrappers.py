@@ -229,10 +229,7 @@ class CommWrappers:
                 replacements.replace(stream, "launch", partial(partial, self._launch))
 
     def _launch(self, method: Method, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
-        """Launch a chain on a side stream.
-
-        A later wait for it is recorded as one for its last collective.
-        """
+        """Launch a chain on a side stream. A later wait for it is recorded as one for its last collective."""
         self._recorder.submitted.append([])
         try:
             chain: OpChain = method(ops, finish)
