@@ -33,7 +33,7 @@ FIRST_HALF = tests/engine/test_[0-9a-o]*.py
 COMM = tests/comm tests/cuda_harness
 ENGINE = tests/engine tests/planner tests/recipes
 REST = tests $(COMM:%=--ignore=%) $(ENGINE:%=--ignore=%)
-SLOW_ENGINE = tests/engine tests/lightning tests/test_every_chain.py
+SLOW_ENGINE = tests/engine tests/lightning tests/fsdp2_parity tests/benchmarks tests/test_every_chain.py
 SLOW_RECIPES = tests/recipes tests/comm tests/planner tests/cuda_harness
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) $(SLOW_RECIPES:%=--ignore=%)
 

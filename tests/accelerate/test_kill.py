@@ -58,6 +58,7 @@ def loaded(ctx: RankContext, folder: str) -> tuple[int, set[float]]:
     return counter.count, numbers
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_killed_save_leaves_the_state_of_one_step(ranks: RankPool, tmp_path: Path, victim: str, seed: int) -> None:

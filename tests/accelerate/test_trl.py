@@ -92,6 +92,7 @@ def in_16_bits(ctx: RankContext, make: Make, options: dict[str, Any]) -> tuple[f
     return losses[0], losses[1]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("make", "options"), IN_16_BITS)
 def test_parameters_in_16_bits_begin_as_autocast_of_ddp_does(
     ranks: RankPool, make: Make, options: dict[str, Any]
@@ -111,6 +112,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("options", PREFERENCES.values(), ids=PREFERENCES)
 def test_preferences_are_learnt_as_with_ddp_against(ranks: RankPool, options: dict[str, Any]) -> None:
     run(ranks, 4, compared, dpo, ["mics"], options, ranks_per_node=2)

@@ -41,6 +41,7 @@ def test_all_engines_train_alike(ranks: RankPool) -> None:
             assert own == pytest.approx(expected, rel=1e-2 if label == "zeropp" else 1e-5), label  # it rounds
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("entry", [*map(peer, PEERS), *parse_ours("mics,zero3")], ids=lambda entry: entry.label)
 def test_every_engine_trains_in_bf16(ranks: RankPool, entry: Entry) -> None:
     plain = ranks(4, losses, peer("ddp"), SMALL, ranks_per_node=2)

@@ -56,6 +56,7 @@ def kill(folder: Path, victims: list[int], count: int, delay_s: float) -> None:
         os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("killed", VICTIMS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_newest_checkpoint_is_whole_after_a_kill(ranks: RankPool, tmp_path: Path, killed: str, seed: int) -> None:

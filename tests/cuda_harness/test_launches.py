@@ -163,6 +163,7 @@ def test_the_page_says_what_is_launched_on_many_nodes(engine: Engine) -> None:
     _check_page(engine, NODES[-1])
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.slow
 @counts_of_torch
 @pytest.mark.parametrize("nodes", NODES[:-1])

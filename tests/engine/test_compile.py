@@ -78,6 +78,7 @@ def test_a_layer_may_be_compiled_again_while_there_are_gradients(ranks: RankPool
     assert max(ranks(2, gradient_after_compiling_again)) < 1e-6
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "ddp"])

@@ -57,6 +57,7 @@ def test_ranks_that_share_a_gpu_train_as_a_plain_process(preset: str, options: d
     printed("real_sums", preset, json.dumps(options))
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind"),

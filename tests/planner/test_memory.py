@@ -81,6 +81,7 @@ def describe_config(config: ShardConfig) -> str:
     )
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "config",
@@ -92,6 +93,7 @@ def test_memory_is_that_of_the_real_engine(name: str, config: ShardConfig) -> No
     check_agreement(describe(MODELS[name], TOKENS), config, expected)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=describe_config)
 def test_memory_of_llama_7b_is_that_of_the_real_engine(config: ShardConfig) -> None:

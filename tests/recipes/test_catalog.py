@@ -88,7 +88,7 @@ def test_the_whole_structures_have_the_stated_parameters(listed: list[CatalogEnt
     assert {name: load(name).expected.num_parameters for name in NAMES} == PARAMETERS
 
 
-@pytest.mark.wide(every=2)
+@pytest.mark.wide(every=4)
 @pytest.mark.parametrize(
     "name", [name if name in PLANNED_FAST else pytest.param(name, marks=pytest.mark.slow) for name in ON_GPUS]
 )

@@ -137,6 +137,7 @@ def test_compiled_layers_change_no_gradient_and_no_name():
     assert_equal(*compiled_and_plain(FAMILIES["llama"], "eager"))
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.slow
 @TRACING
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "recomputed"])
