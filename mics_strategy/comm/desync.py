@@ -107,7 +107,7 @@ def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
             start = max(0, first.count - len(first.recent), fingerprint.count - len(fingerprint.recent))
             if not first.is_ordered:
                 local, others = Counter(fingerprint.recent), Counter(first.recent)
-                if local != others:
+                if first._hash != fingerprint._hash and local != others:
                     texts = [next(iter(only), "nothing else") for only in (others - local, local - others)]
                     return f"{name}: `{texts[0]}` on rank {first.ranks[0]}, `{texts[1]}` on rank {rank}"
                 continue

@@ -8,6 +8,7 @@ makes one call for each of its tensors. The plain all-gather has no such fault.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -208,18 +209,21 @@ def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
         on_replicas: Whether ranks with the same part do it, too; else those with different parts.
     """
     dims = range(tensor.device_mesh.ndim) if on_replicas else _split_dims(tensor)
-    if dims and tensor.device_mesh.size() > 1:
+    if dims and tensor.device_mesh.size() > 1 and dist.is_initialized():
         call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims), is_ordered=False)
 
 
-def compare_values(values: Sequence[torch.Tensor], like: DTensor) -> None:
-    """Let the next step compare values that become part of shards, of which each rank has its own rows. Sends nothing.
+def compare_value(value: torch.Tensor, like: DTensor, origin: str) -> None:
+    """Let the next step compare what becomes part of shards, of which each rank has its own rows. Sends nothing.
 
     Args:
-        values: Their digests, int64 scalars.
+        value: Digest of a plain tensor, an int64 scalar.
         like: A tensor of the model.
+        origin: What becomes of it; see `engine.origins`.
     """
-    call_watch(dist.get_rank()).common_values += [value.to(like.device, non_blocking=True) for value in values]
+    if dist.is_initialized():
+        factor = 2 * zlib.crc32(origin.encode()) + 1
+        call_watch(dist.get_rank()).compare(factor * value.to(like.device, non_blocking=True))
 
 
 def _ranks(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:

@@ -73,13 +73,13 @@ class CallWatch:
         watchdog: Finds out why this rank waits long.
 
     Attributes:
-        common_values: Digests of values that all ranks must have in common, since the last step of any model.
+        common_values: Sum of the digests of what all ranks must have in common, since the last step of any model.
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
         self.watchdog = watchdog
         self._fingerprints: dict[tuple[tuple[int, ...], bool], CollectiveFingerprint] = {}
-        self.common_values: list[torch.Tensor] = []
+        self.common_values: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0
@@ -110,7 +110,12 @@ class CallWatch:
     def begin_model(self) -> None:
         """Forget what ranks recorded for other models: after an error they may differ, and make a new one."""
         self._fingerprints.clear()
-        self.common_values.clear()
+        self.common_values = None
+
+    def compare(self, value: torch.Tensor) -> None:
+        """Let the next step of a model compare a digest, an int64 scalar. The order of such calls does not matter."""
+        known = self.common_values
+        self.common_values = value if known is None else known.to(value.device) + value
 
     @contextmanager
     def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:

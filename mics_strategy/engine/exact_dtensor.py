@@ -35,7 +35,7 @@ from mics_strategy.comm.placement import (
     ReplicaRandom,
     agreed_number,
     are_equal,
-    compare_values,
+    compare_value,
     is_partial,
     is_replicated,
     is_sharded,
@@ -96,10 +96,9 @@ class ExactDTensor(PythonValues, DTensor):
             )
         memory = self.mics_memory
         alike = value if isinstance(value, ExactDTensor) and value._spec == self._spec else None
-        if alike is not None and (
-            alike.data_ptr() == self.data_ptr() if memory is None else alike.mics_memory is memory
-        ):
-            return  # an alias of it; addresses do not tell where a part is empty
+        is_alias = alike is not None and alike.mics_memory is memory  # addresses do not tell where a part is empty
+        if is_alias and (memory is not None or cast("ExactDTensor", alike).data_ptr() == self.data_ptr()):
+            return
         gathered = value.mics_gathered if isinstance(value, ExactDTensor) else None
         shared = getattr(value if gathered is None else gathered.base, "mics_memory", None)
         if memory is None or id(self) in memory.shared:
@@ -296,9 +295,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_partial(tensor) and func is not _aten.stack.default:  # stacked norms are reduced at once
             tensor.finish_sum()
     is_mixed = _is_mixed(tensors) or writes_plain(func, args, kwargs)
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    if plain and (func._schema.is_mutable or not is_mixed) and any(map(_has_shards, exact)):
-        compare_values([digest_of_places(each) for each in plain if each.layout is torch.strided], exact[0])
+    plain = [t for t in tensors if not isinstance(t, DTensor) and t.layout is torch.strided]
+    becomes_part = func._schema.is_mutable or not is_mixed
+    for each in plain if becomes_part and any(map(_has_shards, exact)) else ():
+        compare_value(digest_of_places(each), exact[0], origin)
     if is_mixed or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:

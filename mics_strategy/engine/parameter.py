@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from typing_extensions import override
 
-from mics_strategy.comm.placement import ShardPlacement, compare_values, full_tensor, is_sharded, like_tensor
+from mics_strategy.comm.placement import ShardPlacement, compare_value, full_tensor, is_sharded, like_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor, as_exact, mean_gradient
 from mics_strategy.engine.layout import ParamSlice
 from mics_strategy.engine.tensor_memory import TensorMemory, WriteCount, digest_of_places
@@ -92,7 +92,7 @@ class ShardedParameter(ExactDTensor):
         if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             if is_sharded(self) and not isinstance(value, DTensor):
-                compare_values([digest_of_places(whole)], self)
+                compare_value(digest_of_places(whole), self, self.mics_origin)
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
         if value.shape != self.shape or value.dtype != self.dtype:
             self.raw_grad = value  # torch refuses it, before anything is cleared

@@ -228,9 +228,9 @@ class ReplicaCheck:
         """
         self._num_steps += 1
         watch = self._groups.resources.call_watch
-        common, watch.common_values = watch.common_values, []
+        common, watch.common_values = watch.common_values, None
         weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
-        terms = [weight * value for value in common]
+        terms = [] if common is None else [weight * common]
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
             for index, bucket in enumerate(self._buckets):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mics_strategy import shard
@@ -186,13 +187,28 @@ def by_names_in_any_order(ctx: RankContext) -> None:
         for parameter in in_its_order:
             parameter.grad.clamp_(-1, 1)
         for parameter in in_its_order:
-            parameter.data.mul_(0.99)
+            parameter.data.mul_(0.99).mul_(torch.tensor(float(parameter.dim())))
         optimizer.step()
         optimizer.zero_grad()
 
 
 def test_writes_may_have_any_order(ranks: RankPool) -> None:
     ranks(2, by_names_in_any_order)
+
+
+def after_the_end_of_the_job(ctx: RankContext) -> None:
+    """Job: shards are read and written when there are no process groups any more."""
+    dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    shard(model, "zero3")
+    before = model[0].weight.to_local().clone()
+    dist.destroy_process_group()
+    model[0].weight.data.mul_(2.0).mul_(torch.tensor(2.0))
+    torch.testing.assert_close(model[0].weight.to_local(), 4 * before)
+
+
+def test_shards_may_be_written_after_the_end_of_the_job(ranks: RankPool) -> None:
+    ranks(2, after_the_end_of_the_job, default_group=False)
 
 
 def after_an_error(ctx: RankContext) -> list[str]:
