@@ -45,7 +45,7 @@ from mics_strategy.comm.placement import (
     sum_parts,
 )
 from mics_strategy.comm.process import check_not_forked
-from mics_strategy.engine import op_schema
+from mics_strategy.engine import gathered_views, op_schema
 from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
@@ -297,7 +297,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_mixed = _is_mixed(tensors) or writes_plain(func, args, kwargs)
     plain = [t for t in tensors if not isinstance(t, DTensor) and t.layout is torch.strided]
     becomes_part = func._schema.is_mutable or not is_mixed
-    for each in plain if becomes_part and any(map(_has_shards, exact)) else ():
+    for each in plain if becomes_part and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact) else ():
         compare_value(digest_of_places(each), exact[0], origin)
     if is_mixed or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
@@ -307,16 +307,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_on_whole(func, args, kwargs, exact[0], origin)
     else:
         result = _run_on_shards(func, args, kwargs, exact[0], origin)
+    shared = None
     for tensor in written_by(func, args, kwargs):
         if tensor.mics_memory is not None:
             tensor.mics_memory.writes.num += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
-        base = tensor if tensor.mics_gathered is None else tensor.mics_gathered.base
+        base = gathered_views.base_of(tensor)
         if base.mics_memory is None:
             base.mics_origin = origin
-        else:  # its ranks have other rows of it; that replicas are equal is checked elsewhere
-            record_alike(base, f"the write {origin}", on_replicas=False)
+        elif shared is None and is_sharded(base):
+            shared = base
+    if shared is not None:  # ranks have other rows of it; that replicas are equal is checked elsewhere
+        record_alike(shared, f"the write {origin}", on_replicas=False)
     returned = op_schema.written_arguments(func, args, kwargs)
     return result if returned is None else returned
 
@@ -357,10 +360,6 @@ def _is_mixed(tensors: list[torch.Tensor]) -> bool:
         return True
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return bool(plain) and (has_graph or _in_backward())
-
-
-def _has_shards(tensor: ExactDTensor) -> bool:
-    return is_sharded(tensor if tensor.mics_gathered is None else tensor.mics_gathered.base)
 
 
 def _in_backward() -> bool:

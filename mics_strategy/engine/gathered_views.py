@@ -61,6 +61,11 @@ def gathered_of(tensor: DTensor) -> GatheredBase | None:
     return cast("GatheredBase", gathered)
 
 
+def base_of(tensor: ExactDTensor) -> ExactDTensor:
+    """The tensor whose gathered rows a view shows, or the tensor itself."""
+    return tensor if tensor.mics_gathered is None else tensor.mics_gathered.base
+
+
 def version_of(tensor: ExactDTensor) -> tuple[int, int]:
     """Numbers that grow when a tensor is written to."""
     number = 0 if tensor.is_inference() else tensor._version

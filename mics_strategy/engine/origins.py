@@ -37,9 +37,9 @@ def _texts(arguments: tuple[Any, ...] | list[Any]) -> str:
 
 
 def _text(argument: Any) -> str:
-    if isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
-        return str(argument)
+    if isinstance(argument, torch.Tensor):
+        return getattr(argument, "mics_origin", "tensor")
     if isinstance(argument, (list, tuple)):
         return f"[{_texts(argument)}]"
-    # Devices and generators are other ones on each rank.
-    return str(getattr(argument, "mics_origin", "tensor" if isinstance(argument, torch.Tensor) else "-"))
+    is_known = isinstance(argument, (bool, int, float, complex, str, torch.dtype))
+    return str(argument) if is_known else "-"  # devices and generators are other ones on each rank
