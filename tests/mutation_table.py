@@ -476,10 +476,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="a second gradient is added to one that is read in place",
         old="            self._copy({position: earlier})",
         new="            pass",
-        tests=(
-            "tests/engine/test_coalesce.py",
-            "tests/engine/test_parity.py",
-        ),
+        tests=("tests/engine/test_activation_checkpointing.py", "tests/engine/test_coalesce.py"),
     ),
     Mutation(
         area="zero copy",

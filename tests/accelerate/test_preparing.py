@@ -67,7 +67,6 @@ def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[
     return {**values(first), **values(second)}, numbers
 
 
-@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("limit", [0.3, 300.0], ids=["above the limit", "below the limit"])
 @pytest.mark.parametrize("clip", ["together", "each"])
 def test_several_models_are_clipped_and_trained_as_with_ddp(ranks: RankPool, clip: str, limit: float) -> None:
