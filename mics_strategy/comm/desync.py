@@ -168,7 +168,7 @@ class DesyncWatchdog:
         rank: Rank of this process.
 
     Attributes:
-        rank: See above.
+        rank: Rank of this process.
         num_models: Models of the job so far. Reports and errors of before the last one was made do not count.
         num_backwards: Backwards that have begun on this rank.
     """

@@ -158,7 +158,7 @@ def full_tensor(tensor: DTensor, origin: str = "") -> torch.Tensor:
 
     Args:
         tensor: Tensor on any device. On the CPU: if it is sharded, then along one dimension of its mesh.
-        origin: What it was computed from; see `engine.origins`.
+        origin: Origin of the tensor; see `engine.origins`.
 
     Returns:
         A tensor of its global shape and dtype. If nothing is sharded, it may be the local part itself.
@@ -196,7 +196,7 @@ def _recorded(mesh: DeviceMesh, label: str, dims: Sequence[int] = ()) -> Abstrac
         return nullcontext()
     ranks = _ranks(mesh, dims)
     watch = call_watch(dist.get_rank())
-    watch.record(label, ranks)
+    watch.records.record(label, ranks)
     return watch.watching(label, frozenset(ranks)) if mesh.device_type == "cpu" else nullcontext()
 
 
@@ -205,12 +205,12 @@ def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
 
     Args:
         tensor: The tensor.
-        label: What they do; the same on all of them.
+        label: Text of what they do, the same on all of them.
         on_replicas: Whether ranks with the same part do it, too; else those with different parts.
     """
     dims = range(tensor.device_mesh.ndim) if on_replicas else _split_dims(tensor)
     if dims and tensor.device_mesh.size() > 1 and dist.is_initialized():
-        call_watch(dist.get_rank()).record(label, _ranks(tensor.device_mesh, dims), is_ordered=False)
+        call_watch(dist.get_rank()).records.record(label, _ranks(tensor.device_mesh, dims), is_ordered=False)
 
 
 def compare_value(value: torch.Tensor, like: DTensor, origin: str) -> None:
@@ -219,11 +219,11 @@ def compare_value(value: torch.Tensor, like: DTensor, origin: str) -> None:
     Args:
         value: Digest of a plain tensor, an int64 scalar.
         like: A tensor of the model.
-        origin: What becomes of it; see `engine.origins`.
+        origin: Origin of what it becomes part of; see `engine.origins`.
     """
     if dist.is_initialized():
         factor = 2 * zlib.crc32(origin.encode()) + 1
-        call_watch(dist.get_rank()).compare(factor * value.to(like.device, non_blocking=True))
+        call_watch(dist.get_rank()).records.compare(factor * value.to(like.device, non_blocking=True))
 
 
 def _ranks(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:

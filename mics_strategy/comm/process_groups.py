@@ -166,7 +166,7 @@ class ProcessGroups:
 
     def record_options(self, label: str) -> None:
         """Record the options of an optimizer step, which all ranks have in common."""
-        self.resources.call_watch.record(label, range(self.scopes.world_size), is_ordered=False)
+        self.resources.call_watch.records.record(label, range(self.scopes.world_size), is_ordered=False)
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks with different shards, in place. Not part of a plan."""
@@ -190,7 +190,7 @@ class ProcessGroups:
             fingerprints[STEPS] = self._steps
         if self.shard_group is not None:
             fingerprints[f"owned tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
-        return fingerprints | self.resources.call_watch.fingerprints
+        return fingerprints | self.resources.call_watch.records.fingerprints
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -199,7 +199,7 @@ class ProcessGroups:
 
     @property
     def desync_digest(self) -> int:
-        """A number of 32 bits that adds up to 0, without what is carried, over all ranks that are in sync.
+        """A number of 32 bits with a sign that adds up to 0, modulo 2**32, over all ranks that are in sync.
 
         They are while they submit the same collectives in the same order.
         """

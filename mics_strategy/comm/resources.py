@@ -79,7 +79,7 @@ class CommResources:
         self.number = _count_models()
         self.process_id = os.getpid()
         self.call_watch = call_watch(self.rank)
-        self.call_watch.begin_model()
+        self.call_watch.records.begin_model()
         self.watchdog = self.call_watch.watchdog
         self.watchdog.num_models = self.number + 1
         self.workspaces = {stream: Workspace() for stream in STREAMS}

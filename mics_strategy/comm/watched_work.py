@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.desync import CollectiveFingerprint, DesyncWatchdog, OpId
+from mics_strategy.comm.desync import DesyncWatchdog, OpId
+from mics_strategy.comm.rank_records import RankRecords
 from mics_strategy.comm.work import as_communication_error
 from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 
@@ -73,49 +72,16 @@ class CallWatch:
         watchdog: Finds out why this rank waits long.
 
     Attributes:
-        common_values: Sum of the digests of what all ranks must have in common, since the last step of any model.
+        records: Records of what ranks do alike.
     """
 
     def __init__(self, watchdog: DesyncWatchdog) -> None:
         self.watchdog = watchdog
-        self._fingerprints: dict[tuple[tuple[int, ...], bool], CollectiveFingerprint] = {}
-        self.common_values: torch.Tensor | None = None
+        self.records = RankRecords(watchdog.rank)
         self._lock = threading.Lock()
         self._op: OpId | None = None  # that this rank waits for
         self._num_calls = 0
         self._thread: threading.Thread | None = None
-
-    def record(self, label: str, ranks: Sequence[int], *, is_ordered: bool = True) -> None:
-        """Add a collective, or what ranks do alike, to the fingerprint of its ranks.
-
-        Args:
-            label: Its payload; the same on all ranks.
-            ranks: Its ranks, of which this is one, in the same order on all.
-            is_ordered: See `CollectiveFingerprint`.
-        """
-        key = tuple(ranks), is_ordered
-        if key not in self._fingerprints:
-            index = ranks.index(self.watchdog.rank)
-            self._fingerprints[key] = CollectiveFingerprint(ranks=key[0], index=index, is_ordered=is_ordered)
-        self._fingerprints[key].update(label)
-
-    @property
-    def fingerprints(self) -> dict[str, CollectiveFingerprint]:
-        """Fingerprints of what was recorded since the last model was made, by name."""
-        return {
-            f"{'operations' if is_ordered else 'writes and steps'} of ranks {_short(ranks)}": fingerprint
-            for (ranks, is_ordered), fingerprint in self._fingerprints.items()
-        }
-
-    def begin_model(self) -> None:
-        """Forget what ranks recorded for other models: after an error they may differ, and make a new one."""
-        self._fingerprints.clear()
-        self.common_values = None
-
-    def compare(self, value: torch.Tensor) -> None:
-        """Let the next step of a model compare a digest, an int64 scalar. The order of such calls does not matter."""
-        known = self.common_values
-        self.common_values = value if known is None else known.to(value.device) + value
 
     @contextmanager
     def watching(self, label: str, ranks: frozenset[int]) -> Iterator[None]:
@@ -169,12 +135,6 @@ class CallWatch:
                     if interval_s >= LONG_WAIT_S > interval_s / 2:
                         self.watchdog.warn(self._op)
                     interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
-
-
-def _short(ranks: Sequence[int]) -> str:
-    """Ranks as text, another one for others."""
-    text = ", ".join(map(str, ranks))
-    return text if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]} ({zlib.crc32(text.encode()):08x})"
 
 
 _call_watches: WeakKeyDictionary[Any, CallWatch] = WeakKeyDictionary()

@@ -359,7 +359,7 @@ class Bucket:
             local = param_slice.narrow(self.unsharded.views[position], index)
             shard.copy_(torch.where(local == shard.to(local.dtype), shard, local.to(shard.dtype)))
             self.writes.num += 1
-            self.groups.resources.call_watch.compare(digest(self.unsharded.views[position]))
+            self.groups.resources.call_watch.records.compare(digest(self.unsharded.views[position]))
         self.unsharded.saved_versions.accept_writes(self.version)
         return True
 

@@ -69,7 +69,7 @@ class ExactDTensor(PythonValues, DTensor):
         mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
         mics_memory: Memory of the engine that it shares; None if it shares none.
         mics_gathered: Base whose gathered rows it views; None if it views none.
-        mics_origin: What it was computed from; see `engine.origins`.
+        mics_origin: Origin of its values; see `engine.origins`.
     """
 
     mics_random: ReplicaRandom
@@ -218,7 +218,7 @@ def as_exact(tensor: DTensor, random: ReplicaRandom, origin: str) -> ExactDTenso
     Args:
         tensor: DTensor over the mesh of a sharded model.
         random: Seeds of this rank's shard.
-        origin: What it was computed from.
+        origin: Origin of its values.
     """
     if not isinstance(tensor, ExactDTensor):
         tensor.__class__ = ExactDTensor

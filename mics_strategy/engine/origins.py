@@ -4,7 +4,8 @@ A collective on shards takes for granted that all ranks computed them alike. Whe
 this rank (`(weight * x.item()).norm()`), or each rank takes another weight of one shape, neither shapes nor values show
 it. So every `ExactDTensor` has an origin: a parameter's name, or an operation with the numbers and the origins that it
 got. Collectives are recorded with the origin of what they send, and each optimizer step compares the records of all
-ranks (`comm.desync`). Values of plain tensors are no part of it: with them an operation has a plain result.
+ranks (`comm.desync`). Values of plain tensors are no part of an origin; where they become part of shards, the step
+compares their digests.
 """
 
 from __future__ import annotations

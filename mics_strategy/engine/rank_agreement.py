@@ -179,9 +179,9 @@ class DesyncCheck:
             f"Ranks ran different units or operations, and their data is mixed up: {self._groups.first_mismatch()}. Go "
             "back to the last checkpoint, and let all ranks run the same units in the same order while parameters are "
             "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), one seed for "
-            "what chooses layers, as LayerDrop does, and equal numbers in operations on parameters and gradients "
-            "(with a number of each rank, compute on `parameter.full_tensor()`). Or keep parameters whole with "
-            "`params='replicate'`, where checkpoints of units that ranks skip must take `use_reentrant=False`."
+            "what chooses layers, as LayerDrop does, and equal numbers in optimizers and in operations on parameters "
+            "and gradients (with a number of each rank, compute on `parameter.full_tensor()`). Or keep parameters "
+            "whole (`params='replicate'`), where checkpoints of units that ranks skip must take `use_reentrant=False`."
         )
 
     def record(self, units: list[int]) -> None:
@@ -227,10 +227,10 @@ class ReplicaCheck:
             One read of the shards when a check is due. The host does not wait for it.
         """
         self._num_steps += 1
-        watch = self._groups.resources.call_watch
-        common, watch.common_values = watch.common_values, None
+        records = self._groups.resources.call_watch.records
+        common, records.common_values = records.common_values, None
         weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
-        terms = [] if common is None else [weight * common]
+        terms = [] if common is None else [weight * common.to(self._groups.device)]  # perhaps another model's
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
             for index, bucket in enumerate(self._buckets):

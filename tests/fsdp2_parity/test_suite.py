@@ -47,18 +47,10 @@ def test_a_scenario_trains_as_a_plain_process(ranks: RankPool, scenario: Scenari
 @pytest.mark.slow
 @pytest.mark.wide(every=5)
 @pytest.mark.one_job
-@pytest.mark.parametrize(("scenario", "placement"), OTHERWISE)
-def test_it_does_in_its_other_placements(ranks: RankPool, scenario: Scenario, placement: str) -> None:
+@pytest.mark.parametrize(("scenario", "placement"), [*OTHERWISE, *ON_TWO_NODES])
+def test_it_does_in_its_other_placements_and_on_two_nodes(ranks: RankPool, scenario: Scenario, placement: str) -> None:
     found = ranks(scenario.ranks, sharded, scenario, placement, ranks_per_node=min(scenario.ranks, 2))
     assert_parity(found, scenario)
-
-
-@pytest.mark.slow
-@pytest.mark.wide(every=5)
-@pytest.mark.one_job
-@pytest.mark.parametrize(("scenario", "placement"), ON_TWO_NODES)
-def test_it_does_on_two_nodes(ranks: RankPool, scenario: Scenario, placement: str) -> None:
-    assert_parity(ranks(4, sharded, scenario, placement, ranks_per_node=2), scenario)
 
 
 @pytest.mark.slow
