@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.comm.route import (
     ALL_GATHER,
     ALL_REDUCE,
+    NEVER,
     REDUCE_SCATTER,
     HierarchicalThreshold,
     Route,
@@ -173,12 +174,13 @@ class Scopes:
         if span.size == 1:
             return None
         parts = span.split_by_link()
-        if len(parts) == 1 or not self.is_hierarchical:
+        from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
+        is_flat = not self.is_hierarchical or (codec is None and from_bytes == NEVER)
+        if len(parts) == 1 or is_flat:
             only = Stage(axis=span.name, size=span.size, codec=self._codec_on(span, codec))
             return SizedRoutes(hierarchical=Route(stages=(only,)))
         stages = [Stage(axis=part.name, size=part.size, codec=self._codec_on(part, codec)) for part in reversed(parts)]
         hierarchical = Route(stages=tuple(stages))
-        from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
             return SizedRoutes(hierarchical=hierarchical)
         flat = Route(stages=(Stage(axis=span.name, size=span.size),))

@@ -90,7 +90,7 @@ def test_the_report_of_the_autotuner_is_in_its_present_format() -> None:
             span=Span(axes=axes),
             from_bytes=0,
             timings=tuple(
-                SizeTiming(int(size), float(flat) / 1e3, float(hierarchical) / 1e3, is_flat_faster=False)
+                SizeTiming(int(size), float(flat) / 1e3, float(hierarchical) / 1e3, winner="")
                 for size, flat, hierarchical in zip(*rows, strict=True)
             ),
         )

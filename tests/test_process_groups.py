@@ -1,15 +1,11 @@
 """Do process groups have what the user gave for the default group, and what their role requires?"""
 
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.comm.resources import new_group
 from mics_strategy.comm.transport import timeout_of
 from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.ranks import RankContext, RankPool, simulate
@@ -32,22 +28,6 @@ def timeouts_of_all_groups(ctx: RankContext) -> set[float]:
 
 def test_every_group_has_the_timeout_that_the_user_gave(ranks: RankPool) -> None:
     assert ranks(4, timeouts_of_all_groups, ranks_per_node=2, default_group=False) == [{23.0}] * 4
-
-
-def test_nccl_gives_reductions_a_stream_of_high_priority() -> None:
-    made: list[dict[str, Any]] = []
-    with (
-        mock.patch.object(dist, "new_group", lambda *_, **options: made.append(options)),
-        mock.patch.object(dist, "group", SimpleNamespace(WORLD=None)),
-        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True),
-        mock.patch("mics_strategy.comm.resources.timeout_of", return_value=timedelta(seconds=7)),
-        mock.patch("mics_strategy.comm.resources.backend_of", return_value="nccl"),
-    ):
-        for urgent in (True, False):
-            new_group([0, 1], "test", "cuda", urgent=urgent)
-    assert made[0]["pg_options"].is_high_priority_stream
-    assert made[0]["pg_options"]._timeout == made[0]["timeout"] == made[1]["timeout"] == timedelta(seconds=7)
-    assert "pg_options" not in made[1]
 
 
 def groups_after_each_model(ctx: RankContext) -> list[int]:

@@ -62,10 +62,10 @@ class NativeAlgorithm:
         """
         yield
         if out.dtype == wire and not accumulate:
-            self.transport.reduce_scatter(out, table).wait()
+            self.transport.reduce_scatter(out, table)
             return
         total = self._workspace.allocate(out.numel(), wire)
-        self.transport.reduce_scatter(total, table).wait()
+        self.transport.reduce_scatter(total, table)
         if accumulate:
             out.add_(total)
         else:
@@ -81,7 +81,7 @@ class NativeAlgorithm:
             tag: Tag of the collective, the same on all ranks.
         """
         yield
-        self.transport.all_reduce(table).wait()
+        self.transport.all_reduce(table)
 
 
 class OrderedAlgorithm(NativeAlgorithm):

@@ -243,7 +243,7 @@ class CoalescedCommunicator:
         for transport in reversed(self._transports[1:]):
             slices.append([slice_.view(transport.size, -1)[transport.index] for slice_ in slices[-1]])
         for transport, gathered in zip(self._transports, reversed(slices), strict=True):
-            transport.all_gather_coalesced(gathered, shards).wait()
+            transport.all_gather_coalesced(gathered, shards)
             shards = gathered
 
     def _pack(self, shard: torch.Tensor, parts: RowViews) -> list[torch.Tensor]:
@@ -291,7 +291,7 @@ class CoalescedCommunicator:
         for transport, rows in reversed([*zip(self._transports, self._route.strides, strict=False)]):
             numels = [tensor.numel() // transport.size for tensor in sums]
             fulls, sums = sums, self._split_scratch(numels, out.numel() * rows, parts.dtype)
-            transport.reduce_scatter_coalesced(sums, fulls).wait()
+            transport.reduce_scatter_coalesced(sums, fulls)
         row_sums = [tensor.view(parts.rows, -1) for tensor in sums]
         if accumulate:
             torch._foreach_add_(parts.views_of(out), row_sums)

@@ -41,7 +41,7 @@ class ControlGroup:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
         self._traffic_log.record(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
-        return self._as_work(f"All-reduce of {label}", self.transport.all_reduce(tensor))
+        return self._as_work(f"All-reduce of {label}", self.transport.start_all_reduce(tensor))
 
     def all_to_all(
         self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], label: str

@@ -16,7 +16,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,9 +167,7 @@ class CommResources:
         key = self._family_of(role)
         if (key, span) not in shared:
             for members in span.groups(self.world_size):
-                group = new_group(
-                    members, f"mics.{role}.{span.name}", self.device.type, urgent=role == "grad_reduce_scatter"
-                )
+                group = new_group(members, f"mics.{role}.{span.name}", self.device.type)
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
@@ -197,7 +195,7 @@ class CommResources:
         """
         for (_, span), group in _groups.get(dist.group.WORLD, {}).items():
             transport = make_transport(group, span.name, self.device.type)
-            transport.all_reduce(torch.zeros(1, device=self.device)).wait()
+            transport.all_reduce(torch.zeros(1, device=self.device))
 
     def device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""
@@ -262,9 +260,7 @@ class _UnsortedRank(int):
         return self.position < other.position if isinstance(other, _UnsortedRank) else int(self) < other
 
 
-def new_group(
-    members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
-) -> dist.ProcessGroup:
+def new_group(members: list[int], description: str, device_type: str = "cpu") -> dist.ProcessGroup:
     """Make a group of `members` in their order.
 
     Its timeout is the one that the user gave for the default group.
@@ -273,20 +269,15 @@ def new_group(
         members: Ranks of the job.
         description: Name of the group in torch's logs.
         device_type: Device type of the tensors that the group will send.
-        urgent: Whether NCCL's own stream of the group, on which its kernels run, has a high priority.
     """
     timeout = timeout_of(dist.group.WORLD, device_type)
-    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
-    if urgent and backend_of(dist.group.WORLD, device_type) == "nccl":
-        options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
-        options.is_high_priority_stream, options._timeout = True, timeout
-        make = functools.partial(make, pg_options=options)
+    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout, group_desc=description)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-        return make(members, sort_ranks=False, group_desc=description)
+        return make(members, sort_ranks=False)
     ranks = [_UnsortedRank(member) for member in members]
     for position, rank in enumerate(ranks):
         rank.position = position
-    return make(ranks, group_desc=description)
+    return make(ranks)
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()

@@ -32,6 +32,7 @@ ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
+NEVER = 2**63 - 1  # size threshold of collectives that are always flat
 TunableCollective = tuple[str, "Span"]  # a collective over several kinds of links
 
 
@@ -42,7 +43,7 @@ class HierarchicalThreshold:
     Smaller ones are flat.
 
     Attributes:
-        from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical.
+        from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical; `NEVER`: none is.
         measured: Measured thresholds.
         is_untuned: Whether a job may measure thresholds that are missing.
     """

@@ -160,7 +160,7 @@ class Stages:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
         yield
         self._transports[0].barrier(tag)
-        self._transports[0].all_reduce(tensor).wait()
+        self._transports[0].all_reduce(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.

@@ -73,20 +73,20 @@ class Messages:
 
 
 class Launch:
-    """A collective of a backend with streams, which starts on the stream that waits for it.
+    """A collective of a backend with streams, which runs on the stream that waits for it.
 
     Args:
-        start: Starts it.
+        run: Runs it.
     """
 
-    __slots__ = ("_start",)
+    __slots__ = ("_run",)
 
-    def __init__(self, start: Callable[[], BackendWork]) -> None:
-        self._start = start
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        self._start().wait()
+        self._run()
 
 
 class Transport(ABC):
@@ -145,13 +145,16 @@ class Transport(ABC):
             (size - 1) * n sent.
         """
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> None:
         """Sum every rank's `full` in its dtype by the backend, and keep this rank's slice.
 
         The order of the sum is unspecified.
         """
-        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
-        return work
+        _reduce_scatter(out, full, group=self.group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over the ranks in place, in its dtype. Every rank ends with the same bits."""
+        dist.all_reduce(tensor, group=self.group)
 
     @abstractmethod
     def barrier(self, tag: int) -> None:
@@ -170,8 +173,8 @@ class Transport(ABC):
         They fail on the group's other ranks as well.
         """
 
-    def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
-        """Sum `tensor` over the ranks in place, in its dtype. Every rank ends with the same bits."""
+    def start_all_reduce(self, tensor: torch.Tensor) -> BackendWork:
+        """Start `all_reduce`."""
         work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
@@ -301,6 +304,9 @@ class GlooTransport(Transport):
 class BackendTransport(Transport):
     """Torch's collectives, of NCCL, or of any other backend than gloo on CPUs. They need no tags.
 
+    Stages run on the current stream, a side stream of the engine (`async_op=False`). On a stream of NCCL's own, a
+    kernel would lack the priority of the side stream, and the host would record two more events.
+
     Args:
         group: Process group, its ranks in the order of their shard index.
         axis: Names of the mesh axes that the group spans.
@@ -325,22 +331,30 @@ class BackendTransport(Transport):
     @override
     def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Launch:
         tensors = as_wire_dtype(table), as_wire_dtype(shard)
-        return Launch(partial(_all_gather, *tensors, group=self.group, async_op=True))
+        return Launch(partial(_all_gather, *tensors, group=self.group))
 
     @override
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Launch:
-        return Launch(partial(dist.all_to_all_single, received, sent, group=self.group, async_op=True))
+        return Launch(partial(dist.all_to_all_single, received, sent, group=self.group))
 
-    def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
+    def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         """All-gather several tensors in one launch, [size * n] each. They are in the order of the ranks."""
         outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
-        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
-        return work
+        options = dist.AllgatherOptions()
+        options.asyncOp = False
+        _wait_for(self.group.allgather_into_tensor_coalesced(outs, shards, options))
 
-    def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
+    def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         """Reduce-scatter several tensors in one launch, see `reduce_scatter`."""
-        work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
-        return work
+        options = dist.ReduceScatterOptions()
+        options.asyncOp = False
+        _wait_for(self.group.reduce_scatter_tensor_coalesced(outs, fulls, options))
+
+
+def _wait_for(work: BackendWork | None) -> None:
+    """Wait for what a backend returns that was asked to run on the current stream; NCCL returns nothing."""
+    if work is not None:
+        work.wait()
 
 
 def make_transport(group: dist.ProcessGroup, axis: str, device_type: str) -> Transport:

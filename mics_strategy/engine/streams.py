@@ -25,7 +25,6 @@ Op = Callable[[], Work | None]
 #                        |launch             ^ wait
 #                        v wait_stream       | event
 #     all_gather         [gather 1 copy-in, NCCL, copy-out]--+ [gather 2 ...
-#                                                 ^ waits for the events of NCCL's own stream
 #
 # 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
 #    kernels there still read. So a gather must be launched before the forward under which it shall run, and its slot
@@ -161,13 +160,14 @@ class Streams:
         scopes: Scopes and codecs of the model.
 
     Attributes:
-        all_gather: Stream of parameters.
-        reduce_scatter: Stream of first hops, of higher priority: no all-gather delays a reduction that is ready.
-        second_hop: Stream of second hops.
+        all_gather: Stream of parameters. Its copies and NCCL's kernels go before those of the computation, which
+            waits for them soon.
+        reduce_scatter: Stream of first hops, of the same priority.
+        second_hop: Stream of second hops, for which nothing waits before the step.
     """
 
     def __init__(self, device: torch.device, scopes: Scopes) -> None:
-        self.all_gather = OpStream(device, encodes_ahead=scopes.has_quantized_params)
+        self.all_gather = OpStream(device, priority=-1, encodes_ahead=scopes.has_quantized_params)
         self.reduce_scatter = OpStream(device, priority=-1, encodes_ahead=scopes.is_quantized("grad_reduce_scatter"))
         self.second_hop = OpStream(
             device, encodes_ahead=scopes.is_quantized("second_hop_reduce_scatter", "second_hop_all_reduce")

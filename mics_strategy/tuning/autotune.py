@@ -32,13 +32,16 @@ from mics_strategy.comm.communicator import AnyCommunicator, SizeDispatch
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.resources import CommResources
-from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TunableCollective
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, NEVER, REDUCE_SCATTER, TunableCollective
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Span
 from mics_strategy.tuning.threshold import (
+    FLAT,
+    HIERARCHICAL,
+    POINT_TO_POINT_SIZES_BYTES,
     RUNS,
     SIZES_BYTES,
     SizeTiming,
@@ -49,7 +52,7 @@ from mics_strategy.version import package_version
 
 _log = logging.getLogger(__name__)
 CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/tuning"
-_FORMAT = 2  # raised when collectives change so much that earlier measurements are void
+_FORMAT = 3  # raised when collectives change so much that earlier measurements are void
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 _LABEL = "a benchmark"
 _DTYPE = torch.float32
@@ -64,7 +67,7 @@ class TuningResult:
     Attributes:
         collective: "all_gather", "reduce_scatter" or "all_reduce".
         span: Span of the collective.
-        from_bytes: Bytes of the full tensor from which on it is hierarchical; 0: always.
+        from_bytes: Bytes of the full tensor from which on it is hierarchical; 0: always; `NEVER`: never.
         timings: Timings of this job; empty where it has not measured.
         was_measured: Whether no model of this process had the result before.
     """
@@ -145,8 +148,10 @@ def _tune(
     workspace = Workspace()
     comm = resources.size_dispatch(role, scopes.with_both_algorithms(), workspace)
     if comm is not None:
-        timings = benchmark(collective, comm, workspace, control, resources.device)
-    return TuningResult(collective=collective, span=span, from_bytes=threshold_bytes(timings), timings=timings)
+        sizes = POINT_TO_POINT_SIZES_BYTES if resources.is_point_to_point else SIZES_BYTES
+        timings = benchmark(collective, comm, workspace, control, resources.device, sizes)
+    from_bytes = threshold_bytes(timings, flat_in_doubt=not resources.is_point_to_point)
+    return TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
 
 
 _tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollective], TuningResult]] = (
@@ -155,7 +160,12 @@ _tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollect
 
 
 def benchmark(
-    collective: str, comm: SizeDispatch, workspace: Workspace, control: ControlGroup, device: torch.device
+    collective: str,
+    comm: SizeDispatch,
+    workspace: Workspace,
+    control: ControlGroup,
+    device: torch.device,
+    sizes_bytes: Sequence[int],
 ) -> tuple[SizeTiming, ...]:
     """Time one collective with both algorithms, size by size.
 
@@ -166,10 +176,13 @@ def benchmark(
         comm: Communicator with both algorithms.
         workspace: Scratch memory of both.
         control: Control group of all ranks.
-        device: Device of the tensors.
+        device: Device of the tensors. A GPU gets several collectives at once, as from the engine: of one alone the
+            host's launch would be measured.
+        sizes_bytes: Sizes of the full tensor, ascending; those that would take too long are left out.
     """
     timings: list[SizeTiming] = []
-    for size_bytes in SIZES_BYTES:
+    num_in_a_row = 4 if device.type == "cuda" else 1
+    for size_bytes in sizes_bytes:
         numel = max(1, size_bytes // _DTYPE.itemsize // comm.size)
         full_bytes = numel * comm.size * _DTYPE.itemsize
         if not is_next_affordable(timings):
@@ -182,14 +195,19 @@ def benchmark(
         times_s: tuple[list[float], list[float]] = [], []
         for _ in range(RUNS):
             for start, run_times_s in zip(starters, times_s, strict=True):
-                run_times_s.append(time_slowest_rank(partial(run_collective, start), control, device))
+                run = partial(run_collective, start, num_in_a_row)
+                run_times_s.append(time_slowest_rank(run, control, device) / num_in_a_row)
         timings.append(_timing(full_bytes, *(run_times_s[1:] for run_times_s in times_s)))  # the first run warms up
     return tuple(timings)
 
 
 def _timing(full_bytes: int, flat_s: list[float], hierarchical_s: list[float]) -> SizeTiming:
-    is_flat_faster = all(flat < hierarchical for flat, hierarchical in zip(flat_s, hierarchical_s, strict=True))
-    return SizeTiming(full_bytes, statistics.median(flat_s), statistics.median(hierarchical_s), is_flat_faster)
+    pairs = [*zip(flat_s, hierarchical_s, strict=True)]
+    if all(flat < hierarchical for flat, hierarchical in pairs):
+        winner = FLAT
+    else:
+        winner = HIERARCHICAL if all(hierarchical < flat for flat, hierarchical in pairs) else ""
+    return SizeTiming(full_bytes, statistics.median(flat_s), statistics.median(hierarchical_s), winner)
 
 
 def collective_starter(collective: str, comm: AnyCommunicator, numel: int, device: torch.device) -> Callable[[], Work]:
@@ -215,9 +233,10 @@ def collective_starter(collective: str, comm: AnyCommunicator, numel: int, devic
     return lambda: comm.all_reduce(full, _DTYPE, _LABEL)
 
 
-def run_collective(start: Callable[[], Work]) -> None:
-    """Start a collective and wait for it."""
-    start().wait()
+def run_collective(start: Callable[[], Work], count: int = 1) -> None:
+    """Start a collective and wait for it, several times."""
+    for _ in range(count):
+        start().wait()
 
 
 def time_slowest_rank(run: Callable[[], object], control: ControlGroup, device: torch.device) -> float:
@@ -243,13 +262,14 @@ def report(results: Iterable[TuningResult]) -> str:
     lines = ["mics_strategy chose for `hierarchical='auto'` which collectives over several nodes have several stages:"]
     for result in new_results:
         size = f"of {result.from_bytes:,} B or more" if result.from_bytes else "of any size"
+        size = "of no size" if result.from_bytes == NEVER else size
         source = "measured now" if result.timings else "measured by an earlier job"
         lines.append(f"  {_NAMES[result.collective]} over {result.span.name} {size}, {source}")
         lines += [f"    {line}" for line in _table(result.timings)]
     thresholds = [result.from_bytes for result in new_results if result.collective != ALL_GATHER] or [
         new_results[0].from_bytes
     ]
-    pin = f"`hierarchical={max(thresholds) or True}`"
+    pin = f"`hierarchical={(max(thresholds) or True) if max(thresholds) < NEVER else False}`"
     lines.append(
         f"The choice is cached in {CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
         "round equally in every job; True means always several stages, False never."

@@ -8,11 +8,16 @@ Pure.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mics_strategy.comm.route import NEVER
+
 _GROWTH = 4
-SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(7))  # 1 KiB to 4 MiB
+SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(10))  # 1 KiB to 256 MiB
+POINT_TO_POINT_SIZES_BYTES = SIZES_BYTES[:7]  # to 4 MiB: beyond that, the bytes decide
+FLAT, HIERARCHICAL = "flat", "hierarchical"
 RUNS = 6  # of each size with each algorithm; the first one warms up
 _BUDGET_S = 0.4  # for one collective over one span
 
@@ -25,13 +30,13 @@ class SizeTiming:
         full_bytes: Bytes of the full tensor.
         flat_s: Time of the flat algorithm, median of several runs, seconds.
         hierarchical_s: Time of the hierarchical algorithm, median of several runs, seconds.
-        is_flat_faster: Whether the flat algorithm is faster in every pair of adjacent runs.
+        winner: The algorithm that is faster in every pair of adjacent runs, `FLAT` or `HIERARCHICAL`; "" for neither.
     """
 
     full_bytes: int
     flat_s: float
     hierarchical_s: float
-    is_flat_faster: bool
+    winner: str
 
 
 def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
@@ -48,20 +53,25 @@ def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
     return RUNS * (spent_s + flat_s + hierarchical_s) <= _BUDGET_S
 
 
-def threshold_bytes(timings: Sequence[SizeTiming]) -> int:
-    """The smallest size at which the flat algorithm is not clearly faster.
+def threshold_bytes(timings: Sequence[SizeTiming], *, flat_in_doubt: bool) -> int:
+    """The size from which a collective is hierarchical.
 
     The waits between messages do not grow with the size, the bytes on inter-node links do. So once the hierarchical
-    algorithm is worth its messages, it stays so. It is also chosen in doubt, since it sends the fewest bytes over
-    inter-node links.
+    algorithm is worth its messages, it stays so.
 
     Args:
         timings: Timings by growing size.
+        flat_in_doubt: What is chosen where neither is plainly faster. Where a flat collective sends every row from rank
+            to rank, the hierarchical one, which sends the fewest bytes between nodes. NCCL's ring enters a node once,
+            and so sends about as few; there the flat one, which keeps the links inside and between nodes busy at once.
 
     Returns:
-        Bytes of the full tensor; 0 where the hierarchical algorithm is never clearly slower.
+        Bytes of the full tensor: 0 for any size, `NEVER` for none.
     """
+    if flat_in_doubt:
+        largest = itertools.takewhile(lambda timing: timing.winner == HIERARCHICAL, reversed(timings))
+        return min((timing.full_bytes for timing in largest), default=NEVER)
     for position, timing in enumerate(timings):
-        if not timing.is_flat_faster:
+        if timing.winner != FLAT:
             return timing.full_bytes if position else 0
     return timings[-1].full_bytes + 1 if timings else 0

@@ -1,7 +1,7 @@
 """Do ranks measure, agree, measure once, and find what a job before has found?"""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,15 @@ from mics_strategy import ShardConfig, Topology
 from mics_strategy.comm.communicator import SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
-from mics_strategy.comm.route import TunableCollective
+from mics_strategy.comm.route import NEVER, TunableCollective
+from mics_strategy.planner.communicators import comm_layout
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
 from mics_strategy.tuning.autotune import TuningResult, report
-from mics_strategy.tuning.threshold import SIZES_BYTES, SizeTiming, threshold_bytes
+from mics_strategy.tuning.threshold import FLAT, SIZES_BYTES, SizeTiming, threshold_bytes
+from tests.cuda_harness.machine import Machine
+from tests.cuda_harness.simulated_ranks import simulate_gpus
+from tests.cuda_harness.streams import machine as current_machine
 from tests.ranks import RankContext, RankPool, simulate
 
 LOG = "mics_strategy.tuning.autotune"
@@ -97,7 +101,7 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
     for result in first.results:
         assert [timing.full_bytes for timing in result.timings] == [*SIZES_BYTES[: len(result.timings)]]
         assert all(timing.flat_s > 0 < timing.hierarchical_s for timing in result.timings)
-        assert result.from_bytes == threshold_bytes(result.timings)
+        assert result.from_bytes == threshold_bytes(result.timings, flat_in_doubt=False)
     # A second model of the job has the same, and measures nothing; another one only what is new.
     assert (second.measured, second.thresholds) == ([], first.thresholds)
     assert not any(result.was_measured for result in second.results)
@@ -192,12 +196,48 @@ def test_what_was_found_decides_how_a_tensor_travels(ranks: RankPool) -> None:
     assert ranks(4, _chosen, 1600, ranks_per_node=2, calibrates=True) == [expected] * 4
 
 
+def test_what_is_never_hierarchical_has_one_communicator() -> None:
+    scopes = resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=4), 8)
+    never = scopes.with_tuning(dict.fromkeys(scopes.untuned(), NEVER))
+    routes = never.routes("param_all_gather")
+    assert routes is not None
+    assert (routes.flat, len(routes.hierarchical.stages)) == (None, 1)
+    assert comm_layout(never).num_communicators == comm_layout(scopes).num_communicators - 2
+
+
+def _on_a_gpu(ctx: RankContext, machine: Machine) -> list[tuple[int, tuple[int, ...]]]:
+    """Thresholds and measured sizes."""
+    results = autotune.autotune(scopes_of(ctx, "zero3"), CommResources(ctx.world_size, machine.device))
+    return [(result.from_bytes, tuple(timing.full_bytes for timing in result.timings)) for result in results]
+
+
+def _timed(run: Callable[[], None], *_: Any) -> float:
+    """As if every collective took equally long, so that two stages take twice as long as one."""
+    before = len(current_machine().launches)
+    run()
+    launched = len(current_machine().launches) - before
+    assert launched in (4, 8)  # four in a row, of one stage or of two
+    return 1e-5 * launched
+
+
+def test_on_gpus_larger_tensors_are_measured_several_in_a_row_and_flat_in_doubt() -> None:
+    with (
+        mock.patch.object(autotune, "SIZES_BYTES", (1024, 4096)),
+        mock.patch.object(autotune, "backend_key", return_value="nccl"),
+        mock.patch.object(autotune, "load_cached", return_value=None),
+        mock.patch.object(autotune, "store_result"),
+        mock.patch.object(autotune, "time_slowest_rank", _timed),
+    ):
+        _, found = simulate_gpus(4, _on_a_gpu, ranks_per_node=2, moves_data=True)
+    assert found == [[(NEVER, (1024, 4096))] * 2] * 4
+
+
 def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
     scopes = resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=4), 8)
     gathers, sums = [
         TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
         for ((collective, span), from_bytes, timings) in zip(
-            scopes.untuned(), (16384, 65536), ((), (SizeTiming(1024, 1e-3, 2e-3, True),)), strict=True
+            scopes.untuned(), (16384, 65536), ((), (SizeTiming(1024, 1e-3, 2e-3, FLAT),)), strict=True
         )
     ]
     text = report([gathers, sums])
@@ -206,4 +246,7 @@ def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
     assert [line.split()[-1] for line in text.splitlines()[3:6]] == ["1,024", "1.00", "2.00"]
     assert "`hierarchical=65536` pins" in text
     assert "`hierarchical=True` pins" in report([replace(sums, from_bytes=0)])
+    never = report([gathers, replace(sums, from_bytes=NEVER)])
+    assert "reduce-scatters over intra_node+inter_node of no size, measured now\n" in never
+    assert "`hierarchical=False` pins" in never
     assert report([replace(gathers, was_measured=False)]) == report([]) == ""

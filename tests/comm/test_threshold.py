@@ -2,15 +2,22 @@
 
 import pytest
 
-from mics_strategy.tuning.threshold import RUNS, SIZES_BYTES, SizeTiming, is_next_affordable, threshold_bytes
+from mics_strategy.comm.route import NEVER
+from mics_strategy.tuning.threshold import (
+    FLAT,
+    HIERARCHICAL,
+    POINT_TO_POINT_SIZES_BYTES,
+    RUNS,
+    SizeTiming,
+    is_next_affordable,
+    threshold_bytes,
+)
 
 
 def timings(two_stages_win: str) -> list[SizeTiming]:
     """Of sizes 1000, 2000, ...: + where two stages are faster, - where they are slower, = where it is not plain."""
-    flat_s = {"+": 2e-3, "-": 0.5e-3, "=": 0.9e-3}
-    return [
-        SizeTiming(1000 * (place + 1), flat_s[mark], 1e-3, mark == "-") for place, mark in enumerate(two_stages_win)
-    ]
+    winner = {"+": HIERARCHICAL, "-": FLAT, "=": ""}
+    return [SizeTiming(1000 * (place + 1), 1e-3, 1e-3, winner[mark]) for place, mark in enumerate(two_stages_win)]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,24 @@ def timings(two_stages_win: str) -> list[SizeTiming]:
     ],
 )
 def test_two_stages_begin_where_the_direct_way_is_no_longer_plainly_faster(two_stages_win: str, expected: int) -> None:
-    assert threshold_bytes(timings(two_stages_win)) == expected
+    assert threshold_bytes(timings(two_stages_win), flat_in_doubt=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("two_stages_win", "expected"),
+    [
+        ("++++", 1000),
+        ("====", NEVER),
+        ("-+++", 2000),
+        ("--=+", 4000),
+        ("+-++", 3000),
+        ("+++=", NEVER),  # larger tensors than these are as the largest of them
+        ("+++-", NEVER),
+        ("", NEVER),
+    ],
+)
+def test_where_a_ring_sends_as_little_two_stages_have_to_be_plainly_faster(two_stages_win: str, expected: int) -> None:
+    assert threshold_bytes(timings(two_stages_win), flat_in_doubt=True) == expected
 
 
 def test_the_first_size_is_always_measured() -> None:
@@ -40,7 +64,7 @@ def test_the_first_size_is_always_measured() -> None:
 
 def test_latency_does_not_stop_the_sizes_from_growing() -> None:
     """4 sizes of 2 * 6 runs of 8 ms are 0.384 s; 5 would be too many."""
-    slow = [SizeTiming(size_bytes, 8e-3, 8e-3, False) for size_bytes in SIZES_BYTES]
+    slow = [SizeTiming(size_bytes, 8e-3, 8e-3, "") for size_bytes in POINT_TO_POINT_SIZES_BYTES]
     assert [is_next_affordable(slow[:count]) for count in range(1, 6)] == [True, True, True, False, False]
 
 
@@ -49,7 +73,7 @@ def test_sizes_stop_growing_before_the_slower_way_takes_long(which: str) -> None
     """From 1 to 3 ms, the next would take 3 + 4 * 2 ms; from 5 to 14 ms, 14 + 4 * 9 ms, 6 times."""
 
     def both(*milliseconds: int) -> list[SizeTiming]:
-        fast = {"flat_s": 1e-3, "hierarchical_s": 1e-3, "is_flat_faster": False}
+        fast = {"flat_s": 1e-3, "hierarchical_s": 1e-3, "winner": ""}
         return [SizeTiming(1024, **(fast | {which: 1e-3 * number})) for number in milliseconds]
 
     assert is_next_affordable(both(1, 3))
@@ -61,10 +85,14 @@ def test_sizes_stop_growing_before_the_slower_way_takes_long(which: str) -> None
 def test_a_gather_and_a_sum_are_measured_within_a_second(per_node: int, rate_mbit: int) -> None:
     """On 2 nodes: directly, each rank of a node sends its share to each rank of the other."""
     bytes_per_s, latency_s, timings = 1e6 * rate_mbit / 8, 1e-3, list[SizeTiming]()
-    for full_bytes in SIZES_BYTES:
+    for full_bytes in POINT_TO_POINT_SIZES_BYTES:
         if is_next_affordable(timings):
             flat_s = per_node / 2 * full_bytes / bytes_per_s + latency_s
             hierarchical_s = full_bytes / 2 / bytes_per_s + 3 * latency_s
-            timings.append(SizeTiming(full_bytes, flat_s, hierarchical_s, flat_s < hierarchical_s))
+            timings.append(
+                SizeTiming(full_bytes, flat_s, hierarchical_s, FLAT if flat_s < hierarchical_s else HIERARCHICAL)
+            )
     assert 2 * RUNS * sum(timing.flat_s + timing.hierarchical_s for timing in timings) < 1.0
-    assert timings[-1].hierarchical_s < timings[-1].flat_s or len(timings) == len(SIZES_BYTES)  # it saw them cross
+    assert timings[-1].hierarchical_s < timings[-1].flat_s or len(timings) == len(
+        POINT_TO_POINT_SIZES_BYTES
+    )  # it saw them cross

@@ -8,11 +8,11 @@ import pytest
 
 from mics_strategy.topology import Axis, Span
 from mics_strategy.tuning.autotune import TuningKey, load_cached, store_result
-from mics_strategy.tuning.threshold import SizeTiming
+from mics_strategy.tuning.threshold import FLAT, SizeTiming
 
 TWO_BY_TWO = Span(axes=(Axis(name="intra_node", size=2, stride=1), Axis(name="inter_node", size=2, stride=2)))
 TWO_BY_FOUR = Span(axes=(Axis(name="intra_node", size=4, stride=1), Axis(name="inter_node", size=2, stride=4)))
-TIMINGS = (SizeTiming(1024, 1e-3, 2e-3, True), SizeTiming(4096, 3e-3, 2e-3, False))
+TIMINGS = (SizeTiming(1024, 1e-3, 2e-3, FLAT), SizeTiming(4096, 3e-3, 2e-3, ""))
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_what_was_kept_is_recalled(folder: Path) -> None:
     store_result(links(), 4096, TIMINGS)
     assert load_cached(links()) == 4096
     [path] = folder.iterdir()
-    kept = {"full_bytes": 1024, "flat_s": 1e-3, "hierarchical_s": 2e-3, "is_flat_faster": True}
+    kept = {"full_bytes": 1024, "flat_s": 1e-3, "hierarchical_s": 2e-3, "winner": "flat"}
     assert json.loads(path.read_text())["timings"][0] == kept
 
 

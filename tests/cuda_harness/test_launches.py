@@ -90,6 +90,19 @@ def test_gathers_first_hops_and_second_hops_have_streams_of_their_own(preset: st
     assert len(set().union(*used)) == sum(map(len, used)), streams
 
 
+@pytest.mark.parametrize("coalesce", [False, True])
+@pytest.mark.parametrize("preset", ["mics", "zero3", "zeropp", "paro-iig"])
+def test_kernels_of_nccl_are_on_the_streams_of_the_engine(preset: str, coalesce: bool) -> None:
+    """NCCL's own streams, whose kernels go behind those of the computation, have those of control groups alone."""
+    with one_of_many(8) as machine:
+        training = start(machine, config_of(preset, coalesce=coalesce and preset != "zeropp"))
+        training.step()
+    roles = {name.split(".")[1] for name in machine.orders.names if name.startswith("NCCL's stream of mics.")}
+    assert roles == {"control", "shard"}
+    streams = training.sharded.internals.engine.reducer.streams
+    assert [stream.priority for stream in (streams.all_gather, streams.reduce_scatter)] == [-1, -1]
+
+
 @pytest.mark.parametrize(("preset", "codec"), LAUNCHES)
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
     log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
