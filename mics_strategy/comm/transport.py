@@ -28,6 +28,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -340,13 +341,13 @@ class BackendTransport(Transport):
     def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         """All-gather several tensors in one launch, [size * n] each. They are in the order of the ranks."""
         outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
-        options = dist.AllgatherOptions()
+        options = AllgatherOptions()
         options.asyncOp = False
         _wait_for(self.group.allgather_into_tensor_coalesced(outs, shards, options))
 
     def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         """Reduce-scatter several tensors in one launch, see `reduce_scatter`."""
-        options = dist.ReduceScatterOptions()
+        options = ReduceScatterOptions()
         options.asyncOp = False
         _wait_for(self.group.reduce_scatter_tensor_coalesced(outs, fulls, options))
 
