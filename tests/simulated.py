@@ -115,7 +115,7 @@ def _join(collective: Any, group_rank: int, data: object) -> object:
 
     def others_are_missing() -> bool:
         has_joined = collective._data[group_rank] is not None
-        return has_joined and collective._count < collective._world_size
+        return has_joined and any(joined is None for joined in collective._data)  # torch counts them later
 
     with _this_thread.rank.waits(others_are_missing):
         try:

@@ -4,6 +4,7 @@ import argparse
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_what_there_is_and_in_which_version_is_said_without_torch(option: str) -
     *said, last = child.stdout.splitlines()
     assert last == "False 0"
     if option == "--version":
-        assert said == [f"mics_strategy {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
+        assert said == [f"mics_strategy {__version__}, torch {version('torch')}, Python {platform.python_version()}"]
     else:
         assert {line.split()[0] for line in said if line.startswith("    ") and line[4] != " "} == {*OPTIONS}
 

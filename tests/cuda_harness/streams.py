@@ -24,11 +24,13 @@ _HARNESS = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("machi
 class Stream:
     """In the place of `torch.cuda.Stream`."""
 
+    device_type = 1  # torch's number of CUDA
+
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.machine = machine()
         self.device_index = index_of(device)
         self.priority = priority
-        self.number = self.machine.orders.stream(f"the stream made at {source_line()}")
+        self.stream_id = self.number = self.machine.orders.stream(f"the stream made at {source_line()}")
 
     @property
     def device(self) -> torch.device:
