@@ -241,8 +241,13 @@ class Reducer:
                 for gradient in gradients:
                     chains.append(stream.launch(gradient.first_hop()))
             starts_second_hop = self.boundary.is_last and self.overlap_second_hop
-            if chains or starts_second_hop:
-                self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
+            # On CUDA the second hop waits for the first one on its own stream, not for what the computation does next.
+            # On the CPU it starts when the first one has ended: it begins with work of the host.
+            starts_now = starts_second_hop and (not chains or chains[-1].is_on_stream)
+            if chains:
+                self._first_hops.append(FirstHop(unit, chains, starts_second_hop and not starts_now))
+            for due in self._take_turns(unit) if starts_now else ():
+                self._second_hops.start(due, chains[-1] if chains else None)
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
             for due in self._finish_first_hops(len(self._first_hops) - num_in_flight):
                 self._second_hops.start(due)
@@ -253,9 +258,14 @@ class Reducer:
             hop = self._first_hops.popleft()
             for chain in hop.chains:
                 chain.wait()
-            for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
-                self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-                yield from self._second_hops.take_turns(gradient)
+            if hop.starts_second_hop:
+                yield from self._take_turns(hop.unit)
+
+    def _take_turns(self, unit: Unit) -> Iterator[GradBucket]:
+        """Yield the gradients whose second hops start now, as the first hop of a unit has ended."""
+        for gradient in self.gradients[unit.index]:
+            self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
+            yield from self._second_hops.take_turns(gradient)
 
     def finish_first_hops(self) -> None:
         """Wait for all first hops, and start the second hops that follow."""

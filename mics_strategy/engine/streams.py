@@ -79,6 +79,16 @@ class OpChain:
         """
         return self._done is None and all(work.has_completed for work in self._works)
 
+    @property
+    def is_on_stream(self) -> bool:
+        """Whether other streams can wait for the chain, so that the host has nothing left to do for it."""
+        return self._done is not None
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream of CUDA wait for the end of the chain, whose tensors stay alive until `wait`."""
+        if self._done is not None:
+            stream.wait_event(self._done)
+
     def wait(self) -> None:
         """Make all results valid on the current stream of the device; on the CPU, now.
 
@@ -121,32 +131,43 @@ class OpStream:
         self._stream = torch.cuda.Stream(device, priority=priority) if is_cuda else None
         self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
 
-    def launch(self, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
+    def launch(
+        self, ops: Iterable[Op], finish: Callable[[], None] | None = None, behind: OpChain | None = None
+    ) -> OpChain:
         """Submit a chain behind the present work of the current stream.
 
         Args:
             ops: Each starts a collective, or does local work and returns None.
             finish: Local work after the last op.
+            behind: On CUDA, a chain instead of that work.
         """
         chain, stream, remaining = OpChain(finish), self._stream, iter(ops)
         if stream is None:
             for op in remaining:
                 chain.add(op())
             return chain
-        before = torch.cuda.current_stream(stream.device)
+        before = torch.cuda.current_stream(stream.device) if behind is None else behind
         started: Work | None = None
         if self._encoding is not None:
-            self._encoding.wait_stream(before)
+            _order(self._encoding, before)
             before = self._encoding
             with torch.cuda.stream(before):
                 started = next((work for op in remaining if (work := op()) is not None), None)
-        stream.wait_stream(before)
+        _order(stream, before)
         with torch.cuda.stream(stream):
             chain.add(started)
             for op in remaining:
                 chain.add(op())
             chain.record(stream)
         return chain
+
+
+def _order(stream: torch.cuda.Stream, before: torch.cuda.Stream | OpChain) -> None:
+    """Let a stream wait for what another one, or a chain, has to do now."""
+    if isinstance(before, OpChain):
+        before.order(stream)
+    else:
+        stream.wait_stream(before)
 
 
 class Streams:
