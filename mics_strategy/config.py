@@ -123,7 +123,8 @@ class ShardConfig:
             ``"micro_step"`` (after every backward, the schedule with which MiCS compares itself).
         overlap: Communication that may overlap compute: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce",
             "second_hop", "update"}``.
-        prefetch: Number of units gathered ahead of the one in use. Each needs one more slot of the largest unit.
+        prefetch: Number of units gathered ahead of the one in use. Each needs one more slot of the largest unit. The
+            last `prefetch` + 1 units of a forward are still in their slots when the backward needs them.
         broadcast_buffers: Whether all ranks receive rank 0's buffers (running statistics, codebooks) in training when
             `DistributedDataParallel` broadcasts them: before a forward that follows one whose gradients were
             synchronized. Where `params` is ``"none"``, once per optimizer step. False: only when the model is
