@@ -75,7 +75,7 @@ class Watched(Machine):
 
     def launch(self, name: str, group: Any, *rest: Any) -> Clock:
         end = super().launch(name, group, *rest)
-        stream = self._nccl[group.group_name]
+        stream = self._nccl.get(group.group_name, current_stream(self.device).number)
         self.events.append(Event(group.group_desc.split(".")[1], self.unit, {stream: end[stream]}))
         return end
 
