@@ -53,8 +53,8 @@ class Quantizer:
             raise ConfigError(f"`rounding='stochastic'` with {problem}. Pass a seeded torch.Generator() on the CPU.")
         self.codec = codec
         self.device = device
-        kernels = load_kernels() if device.type == "cuda" else None
-        if kernels is not None and _has_kernels(codec):
+        kernels = kernels_for(codec, device)
+        if kernels is not None:
             self._implementation = kernels.TritonCodec(codec, generator)
         else:
             self._implementation = TorchCodec(codec, device, generator)
@@ -221,9 +221,10 @@ class Quantizer:
             )
 
 
-def _has_kernels(codec: Codec) -> bool:
-    """Whether the Triton kernels can encode and decode a codec."""
-    return codec.block_size <= LARGEST_KERNEL_BLOCK and codec.bits != 2 and not codec.rotation
+def kernels_for(codec: Codec, device: torch.device) -> ModuleType | None:
+    """The module of the Triton kernels, where they encode and decode a codec; else None, and torch does."""
+    has_kernels = codec.block_size <= LARGEST_KERNEL_BLOCK and codec.bits != 2 and not codec.rotation
+    return load_kernels() if has_kernels and device.type == "cuda" else None
 
 
 def _describe(tensor: torch.Tensor) -> str:
