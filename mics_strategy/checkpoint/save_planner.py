@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from typing_extensions import override
 from mics_strategy.checkpoint.rank_local import RankLocalState
 from mics_strategy.checkpoint.state import LocalState, ReplicaId
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.engine.optimizer.quantized import dequantize, is_quantized
 from mics_strategy.errors import CheckpointError
 
@@ -31,21 +32,71 @@ _SHOWN = 3  # names in an error
 
 
 class HostCopyPool:
-    """Host copies of tensors; later copies of the same items reuse their memory.
+    """Host memory for copies of tensors, which later copies use again.
 
-    Memory for copies of GPU tensors is pinned. The caller must ensure that earlier copies are no longer read.
+    The caller must ensure that earlier copies are no longer read.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, torch.Tensor] = {}
+        self._sizes_bytes: dict[Any, int] = {}
+        self._is_pinned = False
+        self._places: dict[Any, tuple[torch.Tensor, int]] = {}
 
-    def copy(self, index: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to the host. A copy of a GPU tensor is complete when the current stream is."""
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[index] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
+    def copy(
+        self, sizes_bytes: dict[Any, int], tensors: Iterable[tuple[Any, torch.Tensor]], *, is_pinned: bool
+    ) -> dict[Any, torch.Tensor]:
+        """Copy tensors to the host. The copies are complete when it returns, and each has a storage of its own.
+
+        Args:
+            sizes_bytes: Bytes of each tensor, by the name of its copy.
+            tensors: Names and tensors, which may be made one by one.
+            is_pinned: Whether the memory is pinned, for tensors on a GPU.
+
+        Cost:
+            Memory of the copies, and up to about the largest one for what torch rounds up. Nothing is allocated where
+            sizes are those of the last time.
+        """
+        if (sizes_bytes, is_pinned) != (self._sizes_bytes, self._is_pinned):
+            self._places = {}  # so that new chunks may have the memory of the old ones
+            self._sizes_bytes, self._is_pinned = sizes_bytes, is_pinned
+            self._places = _places(sizes_bytes, is_pinned)
+        copies: dict[Any, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in tensors:
+            chunk, start = self._places[name]
+            end = start + sizes_bytes[name]
+            copy = chunk[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            storage: Any = chunk.untyped_storage()[start:end]  # torch's writer would clone a view of a larger one
+            copies[name] = torch.empty(0, dtype=copy.dtype).set_(storage, 0, copy.shape, copy.stride())
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _places(sizes_bytes: dict[Any, int], is_pinned: bool) -> dict[Any, tuple[torch.Tensor, int]]:
+    """Allocate memory for pieces: of each, its chunk and its first byte there.
+
+    The bytes of a chunk are a power of two, to which torch rounds any pinned allocation up (torch 2.11 to 2.15,
+    `CachingHostAllocator::allocate`): one slab of 33 GB would take 64 GB. Large pieces come first, and small ones fill
+    what those leave.
+    """
+    places: dict[Any, tuple[torch.Tensor, int]] = {}
+    chunks: list[torch.Tensor] = []
+    used_bytes: list[int] = []
+    padded = {name: aligned_bytes((max(1, size), torch.uint8)) for name, size in sizes_bytes.items()}
+    left_bytes = sum(padded.values())
+    for name, size in sorted(padded.items(), key=lambda item: -item[1]):
+        index = next((i for i, chunk in enumerate(chunks) if chunk.numel() - used_bytes[i] >= size), len(chunks))
+        if index == len(chunks):
+            num_bytes = max(1 << (left_bytes.bit_length() - 1), 1 << (size - 1).bit_length())
+            chunks.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned))
+            used_bytes.append(0)
+        places[name] = chunks[index], used_bytes[index]
+        used_bytes[index] += size
+        left_bytes -= size
+    return places
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -68,13 +119,14 @@ class ShardedSavePlanner(DefaultSavePlanner):
         self.set_up_planner(local.values)
         self.plan = self.create_local_plan()
         if host is not None:
-            for item in self.plan.items:
-                value = super().resolve_data(item)
-                self._copies[item.index] = (
-                    value.getvalue() if isinstance(value, io.BytesIO) else host.copy(item.index, value)
-                )
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
+            resolve: Callable[[WriteItem], Any] = super().resolve_data
+            items = [item for item in self.plan.items if item.tensor_data is not None]
+            self._copies = {i.index: resolve(i).getvalue() for i in self.plan.items if i.tensor_data is None}
+            self._copies |= host.copy(
+                {item.index: _num_bytes(item) for item in items},
+                ((item.index, resolve(item)) for item in items),  # one by one: a quantized tensor is decoded here
+                is_pinned=any(isinstance(value, torch.Tensor) and value.is_cuda for value in self.state_dict.values()),
+            )
             self.state_dict, self._state = {}, LocalState({})
 
     @override
@@ -92,10 +144,9 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=local_items, planner_data=mappings)
 
     def _piece(self, item: WriteItem) -> SaveItem:
-        name, data = item.index.fqn, item.tensor_data
-        num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        name = item.index.fqn
         replica = self._state.replica_of(name, self.state_dict[name])
-        return SaveItem(name, num_bytes, replica, is_scalar=name in self._state.scalars)
+        return SaveItem(name, _num_bytes(item), replica, is_scalar=name in self._state.scalars)
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -146,6 +197,12 @@ def check_replica_counts(planner: ShardedSavePlanner, shard_index: int) -> None:
                 f"lack {', '.join(missing[:_SHOWN])}{more}. Make every rank step on the same parameters, and make "
                 "state-dict hooks behave equally on every rank."
             )
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Bytes of a tensor; 0 of another object."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _is_empty(item: WriteItem) -> bool:
