@@ -17,7 +17,7 @@ from mics_strategy.comm.codecs.quantizer import kernels_for
 from mics_strategy.comm.residuals import residual_numel
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER, Route
 from mics_strategy.comm.stages import Stages
-from mics_strategy.comm.transport import BackendTransport, Transport
+from mics_strategy.comm.transport import BackendTransport, Launch, Transport
 from mics_strategy.comm.workspace import Workspace
 
 _PERIOD_BLOCKS = 16  # Triton asks of an integer whether it is 1, and whether 16 divides it
@@ -93,17 +93,6 @@ class _FreshMemory(Workspace):
         return torch.empty(numel, dtype=dtype, device=self._device)
 
 
-class _Nothing:
-    """The work of a collective that sends nothing."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Whether it has finished: always."""
-        return True
-
-
 class _SilentTransport(BackendTransport):
     """The place of a rank in a group, without messages: what would be received is undefined."""
 
@@ -114,17 +103,15 @@ class _SilentTransport(BackendTransport):
         self.fingerprint = transport.fingerprint
 
     @override
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> _Nothing:  # type: ignore[override]
-        return _Nothing()
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Launch:
+        return Launch(lambda: None)
 
     @override
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> _Nothing:  # type: ignore[override]
-        return _Nothing()
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Launch:
+        return Launch(lambda: None)
 
     @override
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> _Nothing:
-        return _Nothing()
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> None: ...
 
     @override
-    def all_reduce(self, tensor: torch.Tensor) -> _Nothing:
-        return _Nothing()
+    def all_reduce(self, tensor: torch.Tensor) -> None: ...
