@@ -28,7 +28,7 @@ def save_rng(rank: int, generators: Sequence[torch.Generator]) -> dict[str, byte
     """
     numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # else a training on CPUs would take memory of a GPU
         states["cuda"] = torch.cuda.get_rng_state()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()

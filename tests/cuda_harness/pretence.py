@@ -105,6 +105,7 @@ def _cuda() -> dict[str, Callable[..., Any]]:
         ),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "manual_seed_all": lambda seed: None,
         "set_device": _set_device,

@@ -33,7 +33,7 @@ from mics_strategy.engine.profile.recorder import (
     RecordedCollective,
     Recorder,
 )
-from mics_strategy.engine.streams import Op, OpChain
+from mics_strategy.engine.streams import OpChain
 from mics_strategy.engine.unit import Unit
 from mics_strategy.timeline import Category, PartKey
 
@@ -228,11 +228,11 @@ class CommWrappers:
             for stream in (streams.all_gather, streams.reduce_scatter, streams.second_hop):
                 replacements.replace(stream, "launch", partial(partial, self._launch))
 
-    def _launch(self, method: Method, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
+    def _launch(self, method: Method, *args: Any) -> OpChain:
         """Launch a chain on a side stream. A later wait for it is recorded as one for its last collective."""
         self._recorder.submitted.append([])
         try:
-            chain: OpChain = method(ops, finish)
+            chain: OpChain = method(*args)
         finally:
             keys = self._recorder.submitted.pop()
         if keys:
