@@ -118,10 +118,10 @@ class _Marking:
     def __init__(self, stream: OpStream, unit: str, trace: Trace) -> None:
         self._stream, self._unit, self._trace = stream, unit, trace
 
-    def launch(self, ops: list[Op]) -> OpChain:
+    def launch(self, ops: list[Op], **options: Any) -> OpChain:
         """See `OpStream.launch`."""
         begin, end = (partial(self._trace.mark, f"gather {word}", self._unit) for word in ("begins", "ends"))
-        return self._stream.launch([begin, *ops, end])
+        return self._stream.launch([begin, *ops, end], **options)
 
 
 def measure_overlap(shape: Shape, device: torch.device) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -155,11 +155,13 @@ class Slot:
         buffer: Bytes of the slot.
         is_shared: Whether more than one unit is bound to the slot.
         resident: Unit whose parameters are in the slot; None before the first.
+        users: Streams of the device that use the resident's parameters.
     """
 
     buffer: torch.Tensor
     is_shared: bool = False
     resident: Resident | None = None
+    users: Collection[torch.cuda.Stream] = ()
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -84,12 +84,12 @@ class SecondHops:
             self._early.append(due)
             yield due
 
-    def start(self, gradient: GradBucket, behind: OpChain | None = None) -> None:
+    def start(self, gradient: GradBucket, after: OpChain | None = None) -> None:
         """Start a second hop, unless it is in flight.
 
         Args:
             gradient: Gradient, reduced inside the nodes.
-            behind: The last first hop that was launched, where the stream shall wait for it alone.
+            after: The last first hop that was launched, where the stream shall wait for it alone.
         """
         if gradient in self._in_flight:
             return
@@ -97,7 +97,7 @@ class SecondHops:
         buffer = self._wires.acquire(partial(self.wait, gradient))
         wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
         self._in_flight[gradient] = self._stream.launch(
-            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish, behind
+            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish, after=after
         )
 
     def wait(self, gradient: GradBucket) -> None:

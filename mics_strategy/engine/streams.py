@@ -27,15 +27,15 @@ Op = Callable[[], Work | None]
 #     all_gather         [gather 1 copy-in, NCCL, copy-out]--+ [gather 2 ...
 #
 # 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
-#    kernels there still read. So a gather must be launched before the forward under which it shall run, and its slot
-#    must be free by then: `Engine._free_to_prefetch`.
+#    kernels there still read, and behind the other streams that have used the slot (`Slot.users`). So a gather must be
+#    launched before the forward under which it shall run, and its slot must be free by then: `Engine._free_to_prefetch`.
 # 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
 #    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
 #    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
 # 3. `has_completed` is False on CUDA: a rank that acted on what has completed would launch in another order than its
 #    peers, and NCCL would wait for ever.
 # 4. With codecs, the part of a chain before its first collective runs on the encoding stream, which waits for the
-#    current stream alone. The rest waits for it, and for what is on the side stream already.
+#    streams of 1. alone. The rest waits for it, and for what is on the side stream already.
 
 
 class OpChain:
@@ -43,6 +43,10 @@ class OpChain:
 
     Args:
         finish: Local work after the last op; None for none.
+
+    Attributes:
+        users: Streams that have waited for the event.
+        is_done: Whether a caller has waited.
     """
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
@@ -50,7 +54,7 @@ class OpChain:
         self._finish = finish
         self._done: torch.cuda.Event | None = None
         self._device: torch.device | None = None
-        self._ordered: set[torch.cuda.Stream] = set()  # streams that have waited for the event
+        self.users: set[torch.cuda.Stream] = set()
         self._keepalive: list[torch.Tensor] = []  # tensors that the device may still read after the host has gone on
         self.is_done = False
 
@@ -96,9 +100,9 @@ class OpChain:
         """
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
-            if stream not in self._ordered:
+            if stream not in self.users:
                 stream.wait_event(self._done)
-                self._ordered.add(stream)
+                self.users.add(stream)
             self.is_done = True
         elif not self.is_done:
             self.is_done = True
@@ -132,42 +136,43 @@ class OpStream:
         self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
 
     def launch(
-        self, ops: Iterable[Op], finish: Callable[[], None] | None = None, behind: OpChain | None = None
+        self,
+        ops: Iterable[Op],
+        finish: Callable[[], None] | None = None,
+        *,
+        users: Iterable[torch.cuda.Stream] = (),
+        after: OpChain | None = None,
     ) -> OpChain:
         """Submit a chain behind the present work of the current stream.
 
         Args:
             ops: Each starts a collective, or does local work and returns None.
             finish: Local work after the last op.
-            behind: On CUDA, a chain instead of that work.
+            users: Other streams of CUDA whose present work comes first as well.
+            after: On CUDA, a chain that comes first instead of that work.
         """
         chain, stream, remaining = OpChain(finish), self._stream, iter(ops)
         if stream is None:
             for op in remaining:
                 chain.add(op())
             return chain
-        before = torch.cuda.current_stream(stream.device) if behind is None else behind
+        first = self._encoding or stream
+        if after is not None:
+            after.order(first)
+        else:
+            for before in {torch.cuda.current_stream(stream.device), *users}:
+                first.wait_stream(before)
         started: Work | None = None
         if self._encoding is not None:
-            _order(self._encoding, before)
-            before = self._encoding
-            with torch.cuda.stream(before):
+            with torch.cuda.stream(self._encoding):
                 started = next((work for op in remaining if (work := op()) is not None), None)
-        _order(stream, before)
+            stream.wait_stream(self._encoding)
         with torch.cuda.stream(stream):
             chain.add(started)
             for op in remaining:
                 chain.add(op())
             chain.record(stream)
         return chain
-
-
-def _order(stream: torch.cuda.Stream, before: torch.cuda.Stream | OpChain) -> None:
-    """Let a stream wait for what another one, or a chain, has to do now."""
-    if isinstance(before, OpChain):
-        before.order(stream)
-    else:
-        stream.wait_stream(before)
 
 
 class Streams:

@@ -124,7 +124,8 @@ class Unit:
                 if bucket.versions.needs_sync(bucket.version):
                     ops.append(partial(bucket.sync_params, flat, cast_shard))
                 ops.append(partial(bucket.unshard, flat, cast_shard))
-            self._pending_unshard = resources.stream.launch(ops)
+            self._pending_unshard = resources.stream.launch(ops, users=self.slot.users)
+            self.slot.users = self._pending_unshard.users
 
     def _take_slot(self) -> None:
         """Become the resident of the slot; evict the present one."""

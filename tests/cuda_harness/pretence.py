@@ -26,6 +26,7 @@ from tests.cuda_harness.streams import Event, Stream, as_thread, current_stream,
 from tests.cuda_harness.works import Works, watched
 
 NUM_DEVICES = 2
+_MEMORY_BYTES = 80 * 10**9
 _CPU = torch.device("cpu")
 _NOT_CAPTURING = SimpleNamespace(is_capturing=lambda: False)
 
@@ -44,7 +45,7 @@ def pretended_cuda() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.Tensor, name, property(fake)))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
-        stack.enter_context(mock.patch.object(torch.cuda, "device", _use_device))
+        stack.enter_context(mock.patch.object(torch.cuda, "device", _UseDevice))
         capturing = _or_original(lambda device=None: _NOT_CAPTURING, torch.accelerator.current_stream)  # torch >= 2.14
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", capturing))
         for name, fake in (("range_start", lambda _: 1), ("range_end", lambda _: None)):
@@ -99,15 +100,19 @@ def _cuda() -> dict[str, Callable[..., Any]]:
         "current_stream": current_stream,
         "default_stream": lambda device=None: machine().default_stream(index_of(device)),
         "device_count": lambda: NUM_DEVICES,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
         "get_device_name": lambda device=None: "pretended",
         "get_device_properties": lambda device=None: SimpleNamespace(
-            total_memory=80 * 10**9, name="pretended", major=9, minor=0
+            total_memory=_MEMORY_BYTES, name="pretended", major=9, minor=0
         ),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "manual_seed_all": lambda seed: None,
+        "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
         "set_device": _set_device,
         "set_rng_state": lambda state, device=None: None,
         "set_stream": lambda stream: here().streams.__setitem__(stream.device_index, stream),
@@ -120,14 +125,17 @@ def _set_device(device: Any) -> None:
     here().device_index = index_of(device)
 
 
-@contextmanager
-def _use_device(device: Any) -> Iterator[None]:
-    now = here()
-    before, now.device_index = now.device_index, index_of(device)
-    try:
-        yield
-    finally:
-        now.device_index = before
+class _UseDevice:
+    """In the place of `torch.cuda.device`, of which torch asks `isinstance`."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = index_of(device)
+
+    def __enter__(self) -> None:
+        self._before, here().device_index = here().device_index, self._index
+
+    def __exit__(self, *_: object) -> None:
+        here().device_index = self._before
 
 
 @contextmanager
@@ -139,7 +147,7 @@ def _use_stream(stream: Stream | None) -> Iterator[None]:
     before = now.streams.get(index)
     now.streams[index] = stream
     try:
-        with _use_device(index):
+        with _UseDevice(index):
             yield
     finally:
         now.streams.pop(index)

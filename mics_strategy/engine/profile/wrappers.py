@@ -228,11 +228,11 @@ class CommWrappers:
             for stream in (streams.all_gather, streams.reduce_scatter, streams.second_hop):
                 replacements.replace(stream, "launch", partial(partial, self._launch))
 
-    def _launch(self, method: Method, *args: Any) -> OpChain:
+    def _launch(self, method: Method, *args: Any, **options: Any) -> OpChain:
         """Launch a chain on a side stream. A later wait for it is recorded as one for its last collective."""
         self._recorder.submitted.append([])
         try:
-            chain: OpChain = method(*args)
+            chain: OpChain = method(*args, **options)
         finally:
             keys = self._recorder.submitted.pop()
         if keys:
