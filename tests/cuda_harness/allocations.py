@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from tests.cuda_harness.happens_before import Memory
@@ -33,6 +34,8 @@ def allocation_of(tensor: torch.Tensor) -> Allocation | None:
     """None for ordinary host memory, and for tensors without any."""
     if isinstance(tensor, DTensor):
         return allocation_of(tensor._local_tensor)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return allocation_of(tensor.elem)
     if isinstance(tensor, FakeTensor) or real_device.__get__(tensor).type != "cpu" or tensor.layout != torch.strided:
         return None
     return getattr(tensor.untyped_storage(), _MARK, None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,7 @@ from tests.cuda_harness.operators import (
     signature_of,
     tensors_in,
 )
-from tests.cuda_harness.streams import Here, Stream, as_thread, current_stream, here, source_line
+from tests.cuda_harness.streams import Here, Stream, alone, as_thread, current_stream, here, source_line
 from tests.cuda_harness.works import Works, group_of, is_async, work_of, written_and_read
 
 _COPIES = frozenset(("copy_", "_to_copy", "clone", "_foreach_copy_"))
@@ -232,6 +233,25 @@ class Machine:
             self.follow(work_of(result), name, group_of(args), outs, ins, is_async(operator, args, kwargs))
         return result
 
+    def communicate_functionally(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Carry out an operator of `torch.ops._c10d_functional`, whose result stands for its work."""
+        with alone():
+            result = operator(*args, **kwargs)
+        name = operator._schema.name.partition("::")[2]
+        ins = [tensor for tensor in tensors_in(args) if kind_of(tensor) == DEVICE]
+        if not ins:
+            return result
+        if name == "wait_tensor":
+            self.works.waited_for(args[0].untyped_storage())
+            return result
+        outs = tensors_in(result)
+        for tensor in outs:
+            self._allocate(tensor, DEVICE, [])
+        end = self.launch(name, dist.distributed_c10d._resolve_process_group(args[-1]), outs, ins, is_async=True)
+        for tensor in outs:
+            self.works.add(tensor.untyped_storage(), end, [])
+        return result
+
     def follow(
         self, work: Any, name: str, group: Any, outs: list[torch.Tensor], ins: list[torch.Tensor], is_async: bool
     ) -> None:
@@ -309,8 +329,10 @@ class Mode(TorchDispatchMode):
         self._machine = machine
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls the operator on its local tensors, which come here
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # they call the operator on the tensors inside of them, which come here
         if func.namespace == "c10d":
             return self._machine.communicate(func, args, kwargs or {})
+        if func.namespace == "_c10d_functional" and not func._schema.name.endswith("_wrap_tensor_autograd"):
+            return self._machine.communicate_functionally(func, args, kwargs or {})
         return self._machine.run(func, args, kwargs or {})

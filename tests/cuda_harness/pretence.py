@@ -48,6 +48,12 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "device", _UseDevice))
         capturing = _or_original(lambda device=None: _NOT_CAPTURING, torch.accelerator.current_stream)  # torch >= 2.14
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", capturing))
+        cast = torch.amp.autocast_mode.autocast
+        stack.enter_context(mock.patch.object(cast, "__init__", _autocast(cast.__init__)))
+        grouped = _grouped(torch._C._group_tensors_by_device_and_dtype)
+        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
+        there = _or_original(lambda: True, torch.accelerator.is_available)
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", there))
         for name, fake in (("range_start", lambda _: 1), ("range_end", lambda _: None)):
             stack.enter_context(
                 mock.patch.object(torch.cuda.nvtx, name, _or_original(fake, getattr(torch.cuda.nvtx, name)))
@@ -75,6 +81,30 @@ def _same_allocation(alias: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
         return aliased
 
     return marked
+
+
+def _autocast(original: Callable[..., None]) -> Callable[..., None]:
+    """Cast on the CPU, where values are computed, as a GPU would."""
+
+    def on_cpu(context: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(context, device_type, dtype, *args, **kwargs)
+
+    return _or_original(on_cpu, original)
+
+
+def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Group tensors by the devices on which they pretend to be."""
+
+    def by_device(lists: list[list[Any]], with_indices: bool = False) -> Any:
+        groups = {}
+        for (device, dtype), (tensors, indices) in original(lists, with_indices).items():
+            first = next((tensor for tensor in tensors[0] if tensor is not None), None)
+            groups[device if first is None else first.device, dtype] = tensors, indices
+        return groups
+
+    return _or_original(by_device, original)
 
 
 def _works_here() -> Works | None:
