@@ -328,6 +328,11 @@ class Mode(TorchDispatchMode):
         super().__init__()
         self._machine = machine
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether Dynamo compiles in this mode, which sees the operators of what is compiled (torch >= 2.13)."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # they call the operator on the tensors inside of them, which come here

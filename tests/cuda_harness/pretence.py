@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import convert_frame
 from torch.utils._device import _device_constructors
 
 from mics_strategy.comm.codecs import quantizer
@@ -22,7 +23,7 @@ from mics_strategy.engine.rank_agreement import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocate, allocation_of, kind_of, real_device
 from tests.cuda_harness.machine import Mode
-from tests.cuda_harness.streams import Event, Stream, as_thread, current_stream, here, index_of, machine
+from tests.cuda_harness.streams import Event, Stream, alone, as_thread, current_stream, here, index_of, machine
 from tests.cuda_harness.works import Works, watched
 
 NUM_DEVICES = 2
@@ -50,6 +51,8 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", capturing))
         cast = torch.amp.autocast_mode.autocast
         stack.enter_context(mock.patch.object(cast, "__init__", _autocast(cast.__init__)))
+        compiled = _compiled(convert_frame._compile)
+        stack.enter_context(mock.patch.object(convert_frame, "_compile", compiled))
         grouped = _grouped(torch._C._group_tensors_by_device_and_dtype)
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         there = _or_original(lambda: True, torch.accelerator.is_available)
@@ -92,6 +95,16 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
         original(context, device_type, dtype, *args, **kwargs)
 
     return _or_original(on_cpu, original)
+
+
+def _compiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo traces with fake tensors, which C++ refuses to put on a device that is not there."""
+
+    def compile_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        with alone():
+            return original(*args, **kwargs)
+
+    return compile_on_cpu
 
 
 def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
