@@ -37,7 +37,7 @@ _DECIDED_BY = "mics.control."  # groups whose values hosts look at
 
 
 def simulate_gpus(
-    world_size: int, job: Callable[..., Any], *args: object, ranks_per_node: int, moves_data: bool = True
+    world_size: int, job: Callable[..., Any], *args: object, ranks_per_node: int, moves_data: bool = True, one_device: bool = True
 ) -> tuple[list[Machine], list[Any]]:
     """Run `job(ctx, machine, *args)` on every rank. Returns the machines and the results, by rank.
 
@@ -47,10 +47,11 @@ def simulate_gpus(
         args: Given to every rank.
         ranks_per_node: In pretended nodes of so many.
         moves_data: Whether gathers and sums are carried out, one blocking the next.
+        one_device: Whether each rank sees its GPU only, as number 0; else it is the one of its local rank.
     """
 
     def with_gpu(ctx: RankContext) -> tuple[Machine, Any]:
-        with Machine(runs_hooks_apart=False) as machine:  # a simulated rank is one thread
+        with Machine(0 if one_device else ctx.local_rank, runs_hooks_apart=False) as machine:  # a simulated rank is one thread
             return machine, job(ctx, machine, *args)
 
     with pretended_cuda(), nullcontext() if moves_data else equal_replicas(), _noted(moves_data):

@@ -4,6 +4,7 @@ On gloo the two hops of gradients have threads of their own; on a GPU they have 
 """
 
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy import shard
-from tests.cuda_harness.launch_order import find_circle, find_mismatch
+from tests.cuda_harness.launch_order import find_circle, find_mismatch, find_stall, most_at_once
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import PRESETS, Training, config_of, start
 from tests.cuda_harness.simulated_ranks import simulate_gpus
@@ -21,6 +22,7 @@ from tests.models import Residual
 from tests.rank_report import RankContext
 
 RANKS, PER_NODE = 4, 2
+MOST_AT_ONCE = 3  # collectives of ours on one device: docs/design/cuda-harness.md says what that asks of it
 # Layers that a rank's loss does not see, by step and rank: none, of two ranks in two nodes, all of one rank, others.
 STEPS: tuple[dict[int, tuple[int, ...]], ...] = (
     {},
@@ -77,8 +79,19 @@ def _check(machines: list[Machine]) -> None:
     assert find_mismatch(launches) == ""
     assert find_circle(launches) == []
     assert find_circle(launches, blocking=True) == []
+    assert max(map(most_at_once, launches)) <= MOST_AT_ONCE
+    assert [find_stall(launches, MOST_AT_ONCE, Random(seed)) for seed in range(3)] == [[]] * 3
     assert [machine.races for machine in machines] == [[]] * RANKS
     assert [machine.works.num_in_flight for machine in machines] == [0] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_goes_on_where_three_collectives_have_room(preset: str) -> None:
+    launches = [machine.launches for machine in launch(preset)]
+    assert max(map(most_at_once, launches)) <= MOST_AT_ONCE
+    for num_slots, stalls in ((1, True), (MOST_AT_ONCE, False)):
+        assert any(find_stall(launches, num_slots, Random(seed)) for seed in range(50)) is stalls
 
 
 def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str, options: dict[str, Any]) -> None:

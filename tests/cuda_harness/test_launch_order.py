@@ -1,6 +1,16 @@
 """Is a circle of waiting collectives found, and nothing else?"""
 
-from tests.cuda_harness.launch_order import Group, Launch, Node, find_circle, find_mismatch
+from random import Random
+
+from tests.cuda_harness.launch_order import (
+    Group,
+    Launch,
+    Node,
+    find_circle,
+    find_mismatch,
+    find_stall,
+    most_at_once,
+)
 
 SUM, ACROSS = "sum", "across"
 
@@ -67,3 +77,35 @@ def test_one_that_a_rank_lacks_is_a_mismatch() -> None:
     one = Rank()
     one.launch("s", (SUM, (0, 1)), "8 elements")
     assert "launches by rank {0: 1}" in find_mismatch([one.launches, []])
+
+
+def side_by_side(num_streams: int) -> list[list[Launch]]:
+    """Four ranks with two sums on each of so many streams."""
+    ranks = [Rank() for _ in range(4)]
+    for rank in ranks:
+        for stream in 2 * [f"stream {index}" for index in range(num_streams)]:
+            rank.launch(stream, (stream, (0, 1, 2, 3)), "layer")
+    return [rank.launches for rank in ranks]
+
+
+def stalls(launches: list[list[Launch]], num_slots: int) -> bool:
+    return any(find_stall(launches, num_slots, Random(seed)) for seed in range(200))
+
+
+def test_as_many_collectives_are_on_the_device_at_once_as_streams_have_them() -> None:
+    assert [most_at_once(side_by_side(count)[0]) for count in (1, 3, 4)] == [1, 3, 4]
+    assert most_at_once(job("reduce")[0]) == 1
+    assert most_at_once(job("second hop")[0]) == 2
+
+
+def test_ranks_stall_where_fewer_collectives_have_room_than_are_ready() -> None:
+    """Each of four ranks may have started another three of four collectives."""
+    assert stalls(side_by_side(4), 3)
+    assert not stalls(side_by_side(4), 4)
+    assert not stalls(side_by_side(1), 1)
+
+
+def test_a_stall_names_what_holds_the_device() -> None:
+    found = next(filter(None, (find_stall(side_by_side(2), 1, Random(seed)) for seed in range(200))))
+    assert len(found) == 4
+    assert {line.partition(" over ")[0] for line in found} == {f"layer, number 1 of stream {i}" for i in range(2)}
