@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mics_strategy import load_checkpoint, save_checkpoint, shard
+from mics_strategy import shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import WIDTH, Layer, Tower, Training, config_of
 from tests.cuda_harness.simulated_ranks import simulate_gpus
@@ -23,7 +23,7 @@ Devices = Counter[int]  # object collectives of one rank, by the current device
 
 
 def _job(ctx: RankContext, machine: Machine, devices: dict[int, Devices], preset: str, sets_device: bool) -> None:
-    """Shard, train, save, load, gather weights: all that gathers objects."""
+    """Shard, train, gather weights."""
     forget_meshes()
     devices[ctx.rank] = Counter()
     with mock.patch.object(torch.cuda, "set_device", torch.cuda.set_device if sets_device else lambda _: None):
@@ -32,8 +32,6 @@ def _job(ctx: RankContext, machine: Machine, devices: dict[int, Devices], preset
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters())]
         batch = torch.randn(4, WIDTH).to(machine.device)
         Training(model, sharded, optimizers, machine, batch).step()
-        save_checkpoint(ctx.tmp_path / "0", sharded, optimizers)
-        load_checkpoint(ctx.tmp_path / "0", sharded, optimizers)
         sharded.full_state_dict()
 
 
@@ -53,7 +51,7 @@ def _devices_of_objects(preset: str, *, sets_device: bool = True) -> dict[int, D
 def test_objects_travel_on_the_gpu_of_their_rank(preset: str) -> None:
     devices = _devices_of_objects(preset)
     assert [set(devices[rank]) for rank in range(RANKS)] == [{rank % PER_NODE} for rank in range(RANKS)]
-    assert all(min(found.values()) >= 5 for found in devices.values())
+    assert all(min(found.values()) >= 4 for found in devices.values())
 
 
 def test_objects_on_the_first_gpu_of_all_ranks_are_found() -> None:
