@@ -188,6 +188,12 @@ class Span:
         """Whether the ranks share a node."""
         return all(axis.is_inside_node for axis in self.axes)
 
+    @property
+    def is_in_rank_order(self) -> bool:
+        """Whether the order of the ranks' index is that of their numbers."""
+        members = self.group_ranks(0)
+        return members == sorted(members)
+
     def split_by_link(self) -> tuple[Span, ...]:
         """The parts over one kind of link each, fastest first; none for one rank."""
         return tuple(Span(axes=tuple(axes)) for _, axes in itertools.groupby(self.axes, lambda axis: axis.link))

@@ -2,7 +2,7 @@
 
 The only module that makes process groups.
 
-Every rank makes every group, in one order. A group lists its ranks by shard index, not by rank number
+All ranks make the groups of the same spans, in one order. A group lists its ranks by shard index, not by rank number
 (``sort_ranks=False``): the local-rank-major order is not ascending, and DTensor returns wrongly ordered data,
 without an error, for a mesh whose order differs from its group's.
 """
@@ -44,7 +44,12 @@ from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import STREAM_OF, STREAMS, Scopes
 from mics_strategy.topology import Span
 
-_FAMILIES = {**STREAMS, "control": ("control", "shard", "replicate")}  # roles whose ranks share a group
+_MESH_ROLES = ("shard", "replicate")
+_FAMILIES = {**STREAMS, "mesh": _MESH_ROLES}  # roles whose ranks share a group
+# A bound device makes a group a split of the default one, in which all ranks take part: one for the groups of a span
+# if each rank makes its own alone, else one for each group. Before 2.14 torch names a group that its members alone make
+# by the number of groups that a rank is in, which differs between ranks after a user's `new_group([0, 1])`.
+_ONLY_MEMBERS_MAKE_GROUPS = torch.__version__ >= "2.14"
 
 
 class CommResources:
@@ -52,7 +57,7 @@ class CommResources:
 
     All-gathers of parameters, reduce-scatters of gradients in a backward, and the second hop of gradients have their
     own groups and queues, so that none waits for another. The models of one process share groups over the same ranks:
-    those of one role, and elsewhere than on gloo those of one stream.
+    those of one role, and elsewhere than on gloo those of one stream. There control messages use the default group.
 
     Args:
         world_size: Ranks of the job.
@@ -157,20 +162,35 @@ class CommResources:
         if group is None:
             raise errors.LifecycleError(f"No group for {role} over one rank. This is a defect; please report it.")
         transport = make_transport(group, span.name, self.device.type)
-        self._transports.append(transport)
+        if group is not dist.group.WORLD:  # which is the user's to destroy
+            self._transports.append(transport)
         return transport
 
     def _group(self, role: str, span: Span) -> dist.ProcessGroup | None:
         if span.size == 1:
             return None
+        if self._is_default_group(role, span):
+            return dist.group.WORLD
         shared = _groups.setdefault(dist.group.WORLD, {})
         key = self._family_of(role)
         if (key, span) not in shared:
-            for members in span.groups(self.world_size):
-                group = new_group(members, f"mics.{role}.{span.name}", self.device.type)
+            own = span.group_ranks(self.rank)
+            for members in [own] if _ONLY_MEMBERS_MAKE_GROUPS else span.groups(self.world_size):
+                description = f"mics.{role}.{span.name}"
+                group = new_group(members, description, self.device.type, is_mesh=role in _MESH_ROLES)
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
+
+    def _is_default_group(self, role: str, span: Span) -> bool:
+        """Whether a role uses the default group.
+
+        Not on gloo, where other threads than the one that trains may send in the default group (asynchronous saves of
+        torch), and messages are matched by their number.
+        """
+        if backend_of(dist.group.WORLD, self.device.type) == "gloo" or span.size < self.world_size:
+            return False
+        return role == "control" or (role in _MESH_ROLES and span.is_in_rank_order)
 
     def _family_of(self, role: str) -> str:
         """The roles that share a group where their ranks are the same.
@@ -193,9 +213,9 @@ class CommResources:
         NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
         a group for the first time would run out of memory after all else fits.
         """
-        for (_, span), group in _groups.get(dist.group.WORLD, {}).items():
-            transport = make_transport(group, span.name, self.device.type)
-            transport.all_reduce(torch.zeros(1, device=self.device))
+        world = dist.group.WORLD
+        for group in [world, *_groups.get(world, {}).values()] if world is not None and self.world_size > 1 else []:
+            make_transport(group, "", self.device.type).all_reduce(torch.zeros(1, device=self.device))
 
     def device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""
@@ -260,8 +280,10 @@ class _UnsortedRank(int):
         return self.position < other.position if isinstance(other, _UnsortedRank) else int(self) < other
 
 
-def new_group(members: list[int], description: str, device_type: str = "cpu") -> dist.ProcessGroup:
-    """Make a group of `members` in their order.
+def new_group(
+    members: list[int], description: str, device_type: str = "cpu", *, is_mesh: bool = False
+) -> dist.ProcessGroup:
+    """Make a group of `members` in their order. Collective over all ranks, of which each may be in one group.
 
     Its timeout is the one that the user gave for the default group.
 
@@ -269,9 +291,16 @@ def new_group(members: list[int], description: str, device_type: str = "cpu") ->
         members: Ranks of the job.
         description: Name of the group in torch's logs.
         device_type: Device type of the tensors that the group will send.
+        is_mesh: Whether it has all backends of the default group: users may gather a DTensor that they have moved to
+            the CPU. Otherwise it has that of `device_type` alone; gloo's would connect all its ranks.
     """
-    timeout = timeout_of(dist.group.WORLD, device_type)
-    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout, group_desc=description)
+    make: Callable[..., dist.ProcessGroup] = functools.partial(
+        dist.new_group,
+        timeout=timeout_of(dist.group.WORLD, device_type),
+        backend=None if is_mesh else backend_of(dist.group.WORLD, device_type),
+        use_local_synchronization=_ONLY_MEMBERS_MAKE_GROUPS,
+        group_desc=description,
+    )
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return make(members, sort_ranks=False)
     ranks = [_UnsortedRank(member) for member in members]

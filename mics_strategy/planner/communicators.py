@@ -1,7 +1,7 @@
 """Process groups of one rank, and the scratch memory of their collectives.
 
 The groups are those that `comm.resources` makes on a backend with streams: roles on one stream share a group over the
-same ranks.
+same ranks, and control messages use the default group.
 
 Pure.
 """
@@ -46,8 +46,9 @@ def comm_layout(scopes: Scopes) -> CommLayout:
     has_codec = scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None
     variants = [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
     routes = {role: tuple(s for variant in variants if (s := variant.routes(role)) is not None) for role in COLLECTIVES}
-    groups = {("control", scopes.span(1, scopes.world_size)), ("control", scopes.span(1, scopes.optimizer))}
-    groups.add(("control", scopes.span_of("second_hop_all_reduce")))
+    mesh_spans = (scopes.span(1, scopes.optimizer), scopes.span_of("second_hop_all_reduce"))
+    in_default_group = [span for span in mesh_spans if span.size == scopes.world_size and span.is_in_rank_order]
+    groups = {("mesh", span) for span in mesh_spans if span not in in_default_group}
     encoded = set()
     for role, stream in STREAM_OF.items():
         for route in (route for sized in routes[role] for route in _both(sized)):

@@ -36,7 +36,16 @@ WAITS_FOR_VALUES = frozenset(
 )
 # Operators that launch nothing.
 LAUNCHES_NOTHING = frozenset(
-    ("_wrap_tensor_autograd", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
+    (
+        "_wrap_tensor_autograd",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+    )
 )
 
 

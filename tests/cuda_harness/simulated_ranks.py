@@ -33,11 +33,16 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 }
 
-_DECIDED_BY = "mics.control."  # groups whose values hosts look at
+_DECIDED_BY = "default_pg"  # description of the group whose values hosts look at
 
 
 def simulate_gpus(
-    world_size: int, job: Callable[..., Any], *args: object, ranks_per_node: int, moves_data: bool = True, one_device: bool = True
+    world_size: int,
+    job: Callable[..., Any],
+    *args: object,
+    ranks_per_node: int,
+    moves_data: bool = True,
+    one_device: bool = True,
 ) -> tuple[list[Machine], list[Any]]:
     """Run `job(ctx, machine, *args)` on every rank. Returns the machines and the results, by rank.
 
@@ -51,7 +56,9 @@ def simulate_gpus(
     """
 
     def with_gpu(ctx: RankContext) -> tuple[Machine, Any]:
-        with Machine(0 if one_device else ctx.local_rank, runs_hooks_apart=False) as machine:  # a simulated rank is one thread
+        with Machine(
+            0 if one_device else ctx.local_rank, runs_hooks_apart=False
+        ) as machine:  # a simulated rank is one thread
             return machine, job(ctx, machine, *args)
 
     with pretended_cuda(), nullcontext() if moves_data else equal_replicas(), _noted(moves_data):
@@ -80,7 +87,7 @@ def _noting(original: Callable[..., Any], operator: str, moves_data: bool) -> Ca
         if machine is None or not any(kind_of(tensor) == DEVICE for tensor in (*outs, *ins)):
             return original(group, *args, **kwargs)
         options = arguments[-1]
-        if moves_data or group.group_desc.startswith(_DECIDED_BY):
+        if moves_data or group.group_desc == _DECIDED_BY:
             with alone():  # one rank's thread copies for all
                 work = original(group, *args, **kwargs)
         else:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mics_strategy import shard
 from mics_strategy.engine.backward_grads import BackwardGrads
 from mics_strategy.engine.lifecycle import GradFlags
-from mics_strategy import shard
 from mics_strategy.engine.memory import Slot
 from mics_strategy.engine.streams import current_stream
 from tests.cuda_harness.machine import Machine

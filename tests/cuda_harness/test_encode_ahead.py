@@ -76,7 +76,8 @@ class Watched(Machine):
     def launch(self, name: str, group: Any, *rest: Any) -> Clock:
         end = super().launch(name, group, *rest)
         stream = self._nccl.get(group.group_name, current_stream(self.device).number)
-        self.events.append(Event(group.group_desc.split(".")[1], self.unit, {stream: end[stream]}))
+        role = group.group_desc.removeprefix("mics.").partition(".")[0]
+        self.events.append(Event(role, self.unit, {stream: end[stream]}))
         return end
 
 

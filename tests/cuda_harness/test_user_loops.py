@@ -201,9 +201,7 @@ def test_an_accelerator_neither_races_nor_waits(
     machine: Machine, preset: str, precision: str, accumulation: int, reads: bool
 ) -> None:
     plugin = MiCSPlugin(preset, **OPTIONS)
-    accelerator = Accelerator(
-        fsdp_plugin=plugin, mixed_precision=precision, gradient_accumulation_steps=accumulation
-    )
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=precision, gradient_accumulation_steps=accumulation)
     assert accelerator.device == machine.device
     torch.manual_seed(3)
     tower = Tower(buffers=(100,))
