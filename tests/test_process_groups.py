@@ -1,6 +1,7 @@
 """Do process groups have what the user gave for the default group, and what their role requires?"""
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch

@@ -28,7 +28,8 @@ Op = Callable[[], Work | None]
 #
 # 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
 #    kernels there still read, and behind the other streams that have used the slot (`Slot.users`). So a gather must be
-#    launched before the forward under which it shall run, and its slot must be free by then: `Engine._free_to_prefetch`.
+#    launched before the forward under which it shall run, and its slot must be free then: `Engine._free_to_prefetch`.
+#    A second hop starts behind its first hop instead.
 # 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
 #    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
 #    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
