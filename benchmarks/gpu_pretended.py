@@ -2,12 +2,16 @@
 
 The process group that torch's own tests use stands in for the others. What it gathers is this rank's shard again and
 again, copied on the stream on which a gather would run; a reduction keeps this rank's part of what this rank has.
+
+``python -m benchmarks.gpu_pretended`` needs no GPU: it prints the CPU time that a step costs the host.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -102,10 +106,7 @@ def compare_pretended(
     parameters that copies make of one shard are others. A model with as many layers, but so small that the device waits
     for the host, shows what a step costs the host.
     """
-    fsdp2 = partial(build_fsdp2, num_ranks=_BESIDE_RANKS, is_light=False)
-    builders: dict[str, Callable[[Shape, torch.device], Trained]] = {"fsdp2": fsdp2}
-    for preset in ("zero3", "mics", "zero2"):
-        builders[preset] = partial(_build, config=config_of(preset, _BESIDE_RANKS))
+    builders = _builders("zero3", "mics", "zero2")
     small, meter = replace(SIZES["tiny"], layers=shape.layers), Meter(device)
     results, of_small = ({name: EngineResult() for name in builders} for _ in range(2))
     for index, (name, build) in itertools.product(range(rounds.rounds), builders.items()):
@@ -123,5 +124,51 @@ def compare_pretended(
         yield row | {"host of fsdp2": host_s[name] / host_s["fsdp2"]} | memory_columns(each)
 
 
+def _builders(*presets: str) -> dict[str, Callable[[Shape, torch.device], Trained]]:
+    """FSDP2 and presets, over 8 ranks."""
+    builders: dict[str, Callable[[Shape, torch.device], Trained]] = {
+        "fsdp2": partial(build_fsdp2, num_ranks=_BESIDE_RANKS, is_light=False)
+    }
+    for name in presets:
+        builders[name] = partial(_build, config=config_of(name, _BESIDE_RANKS))
+    return builders
+
+
 def _build(shape: Shape, device: torch.device, *, config: ShardConfig) -> Trained:
     return sharded(shape, device, config)[0]
+
+
+def measure_host(rounds: int, layers: int = 24) -> Iterator[Row]:
+    """CPU time of a step whose kernels are next to nothing, on one thread; the least of all rounds.
+
+    Engines take turns, so that what else the machine does hits all of them.
+    """
+    device, shape = torch.device("cpu"), replace(SIZES["tiny"], layers=layers, sequence=8, micro_batch=1)
+    torch.set_num_threads(1)
+    plain: dict[str, Callable[[Shape, torch.device], Trained]] = {
+        "plain": lambda *_: Trained(shape.model(device).bfloat16())
+    }
+    host_s: dict[str, float] = {}
+    for _, (name, build) in itertools.product(range(rounds), (plain | _builders("zero3", "mics")).items()):
+        with pretended_ranks(_BESIDE_RANKS):
+            trained, batch = build(shape, device), shape.batch(0, device)
+            for _ in range(WARM_UP):
+                trained.step(batch)
+            gc.collect()
+            gc.disable()
+            for _ in range(4):
+                begin_s = time.process_time()
+                trained.step(batch)
+                host_s[name] = min(host_s.get(name, float("inf")), time.process_time() - begin_s)
+            gc.enable()
+    engine_s = {name: step_s - host_s["plain"] for name, step_s in host_s.items()}
+    for name, step_s in host_s.items():
+        share = {"over plain ms": 1e3 * engine_s[name], "of fsdp2": engine_s[name] / engine_s["fsdp2"]}
+        yield {"engine": name, "cpu ms": 1e3 * step_s, **share}
+
+
+if __name__ == "__main__":
+    for row in measure_host(rounds=12):
+        print(
+            "  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{value:>6}" for key, value in row.items())
+        )

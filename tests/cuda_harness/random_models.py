@@ -101,13 +101,15 @@ class Drawn:
         if preset == "ddp" and "grad_codec" in options:
             options = {}  # it refuses codecs
         self.config: ShardConfig = config_of(preset, ranks_per_node=ranks_per_node, **options)
-        self.text = f"{preset} {options}"
 
-    def train(self, machine: Machine, num_steps: int, rank: int = 0) -> None:
-        """Train; ranks skip different cells."""
+    def train(self, machine: Machine, num_steps: int, rank: int = 0, *, reentrant: bool = True) -> None:
+        """Train; ranks skip different cells, which is refused where reentrant checkpoints hold them (`order.md`)."""
         forget_meshes()
         torch.manual_seed(3)
         model, random = Cells(self._random), self._random
+        for cell in (module for module in model.modules() if isinstance(module, Cell)):
+            if cell.recomputes and not reentrant:
+                cell.recomputes = "non_reentrant"
         sharded = shard(model, self.config, units=[Cell], device=machine.device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(trained, lr=0.01)]
