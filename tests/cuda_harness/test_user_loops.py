@@ -65,6 +65,7 @@ def forget_start_up(machine: Machine) -> None:
         machine.waits.clear()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks, and hides it
 @pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "zero2", "ddp", "zeropp", "paro-iig"])
 @pytest.mark.parametrize(("loop", "waits"), [(scaled, [SCALER_READS]), (compiled, [])])
