@@ -36,7 +36,7 @@ class KernelWarmup:
 
     def __init__(self, route: Route, transports: Sequence[Transport], device: torch.device) -> None:
         self._route = route
-        self._transports = [_SilentTransport(transport) for transport in transports]
+        self._transports = [_NullTransport(transport) for transport in transports]
         self._device = device
         self._launched: set[Hashable] = set()
 
@@ -93,7 +93,7 @@ class _FreshMemory(Workspace):
         return torch.empty(numel, dtype=dtype, device=self._device)
 
 
-class _SilentTransport(BackendTransport):
+class _NullTransport(BackendTransport):
     """The place of a rank in a group, without messages: what would be received is undefined."""
 
     def __init__(self, transport: Transport) -> None:
