@@ -39,6 +39,7 @@ class Communicator:
         size: Ranks that take part.
         index: Index of this rank among them.
         coalesced: The same collectives on several tensors in one launch; None unless the backend supports it.
+        warmup: Launches the kernels of what was reserved.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Communicator:
         self._queue = queue
         self._workspace = workspace
         self._stages = Stages(route, transports, workspace, device)
-        self._warmup = KernelWarmup(route, transports, device)
+        self.warmup = KernelWarmup(route, transports, device)
         self.size = route.size
         self.index = self._stages.index
         self.coalesced: CoalescedCommunicator | None = None
@@ -87,9 +88,9 @@ class Communicator:
         return self
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-gathers of shards of `numel` elements, and compile their kernels."""
+        """Reserve workspace for all-gathers of shards of `numel` elements."""
         self._workspace.reserve(scratch.all_gather_scratch_bytes(self.route, numel))
-        self._warmup.launch(routes.ALL_GATHER, numel, dtype, dtype)
+        self.warmup.announce(routes.ALL_GATHER, numel, dtype, dtype)
 
     def reduce_scatter(
         self,
@@ -121,15 +122,12 @@ class Communicator:
         return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `full_numel` elements, and compile their kernels.
-
-        The sums have `dtype`.
-        """
+        """Reserve workspace for reduce-scatters of `full_numel` elements. The sums have `dtype`."""
         num_bytes = scratch.reduce_scatter_scratch_bytes(
             self.route, full_numel, wire, dtype, sums_natively=self.transports[0].sums_natively
         )
         self._workspace.reserve(num_bytes)
-        self._warmup.launch(routes.REDUCE_SCATTER, full_numel // self.size, wire, dtype)
+        self.warmup.announce(routes.REDUCE_SCATTER, full_numel // self.size, wire, dtype)
 
     def all_reduce(
         self, tensor: torch.Tensor, wire: torch.dtype, label: str, residual: torch.Tensor | None = None
@@ -157,13 +155,13 @@ class Communicator:
         return self._queue.submit(op, task, (tensor, *([] if residual is None else [residual])))
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-reduces of `numel` elements of `dtype`, and compile their kernels."""
+        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
         num_bytes = scratch.all_reduce_scratch_bytes(
             self.route, numel, wire, dtype, sums_natively=self.transports[0].sums_natively
         )
         self._workspace.reserve(num_bytes)
         padded_numel = routes.all_reduce_slice(self.route, numel) // self.route.stages[0].size
-        self._warmup.launch(routes.ALL_REDUCE, padded_numel, wire, dtype)
+        self.warmup.announce(routes.ALL_REDUCE, padded_numel, wire, dtype)
 
 
 class RowViews:

@@ -8,7 +8,7 @@ of a step, so it launches what a step does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from typing_extensions import override
@@ -38,10 +38,10 @@ class KernelWarmup:
         self._route = route
         self._transports = [_NullTransport(transport) for transport in transports]
         self._device = device
-        self._launched: set[Hashable] = set()
+        self._announced: set[tuple[str, int, torch.dtype, torch.dtype]] = set()
 
-    def launch(self, collective: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Launch the kernels of a collective, unless those of an equal one were.
+    def announce(self, collective: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Note a collective whose kernels `launch` shall launch.
 
         Rows of n values and of as many up to a multiple of 16 blocks have the same kernels, so the tensors are small.
         Not covered are tables of more than 2**31 values or bytes, which have kernels of their own.
@@ -51,19 +51,27 @@ class KernelWarmup:
             numel: Elements of each rank's shard, padding included.
             wire: Dtype of unquantized payloads.
             dtype: Dtype of the result.
+        """
+        codec = self._route.stages[0].codec
+        if codec is not None:
+            period = _PERIOD_BLOCKS * codec.block_size
+            numel = numel if numel < 2 * period else period + numel % period
+            self._announced.add((collective, numel, wire, dtype))
+
+    def launch(self) -> None:
+        """Launch the kernels of what was announced.
 
         Cost:
             Memory, until it returns: at most 32 blocks for each rank of the route, a few times.
         """
-        route, device, codec = self._route, self._device, self._route.stages[0].codec
-        if codec is None or kernels_for(codec, device) is None:
-            return
-        period = _PERIOD_BLOCKS * codec.block_size
-        numel = numel if numel < 2 * period else period + numel % period
-        key = collective, numel, wire, dtype
-        if key in self._launched:
-            return
-        self._launched.add(key)
+        codec = self._route.stages[0].codec
+        if codec is not None and kernels_for(codec, self._device) is not None:
+            for announced in self._announced:
+                self._launch(*announced)
+        self._announced.clear()
+
+    def _launch(self, collective: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        route, device = self._route, self._device
         stages = Stages(route, self._transports, _FreshMemory(device), device)
         full = torch.zeros(route.size * numel, dtype=wire, device=device)
         shard = torch.zeros(numel, dtype=dtype, device=device)

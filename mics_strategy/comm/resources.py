@@ -27,6 +27,7 @@ from mics_strategy import errors
 from mics_strategy.comm import peer_memory
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.kernel_warmup import KernelWarmup
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import TrafficLog
@@ -90,6 +91,7 @@ class CommResources:
         self.workspaces = {stream: Workspace() for stream in STREAMS}
         self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
+        self._warmups: list[KernelWarmup] = []
         self._threads: dict[str, CommThread] = {}
         self._device_meshes: list[DeviceMesh] = []
         if self.device.type == "cpu":
@@ -139,7 +141,9 @@ class CommResources:
             route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
         )
         scratch = workspace or self.workspaces[queue]
-        return Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
+        communicator = Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
+        self._warmups.append(communicator.warmup)
+        return communicator
 
     def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
         """The queue of a communicator: a thread on gloo, else the current stream."""
@@ -208,11 +212,13 @@ class CommResources:
         return 1 + len(_groups.get(dist.group.WORLD, {}))
 
     def connect(self) -> None:
-        """Use every group once, in an order that all ranks share. Collective.
+        """Use every group once, in an order that all ranks share, and the kernels of codecs. Collective.
 
         NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
         a group for the first time would run out of memory after all else fits.
         """
+        for warmup in self._warmups:
+            warmup.launch()
         world = dist.group.WORLD
         for group in [world, *_groups.get(world, {}).values()] if world is not None and self.world_size > 1 else []:
             make_transport(group, "", self.device.type).all_reduce(torch.zeros(1, device=self.device))

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -58,9 +58,9 @@ def late(variant: str) -> Iterator[None]:
         init(streams, *arguments)
         kinds.update({streams.all_gather: "gathers", streams.reduce_scatter: "sums", streams.second_hop: "sums"})
 
-    def launched(stream: OpStream, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
+    def launched(stream: OpStream, ops: Iterable[Op], *args: Any, **options: Any) -> OpChain:
         is_late = variant in ("late everything", "control", f"late {kinds[stream]}")
-        return launch(stream, [sleep, *ops, sleep] if is_late else ops, finish)
+        return launch(stream, [sleep, *ops, sleep] if is_late else ops, *args, **options)
 
     def forget(chain: OpChain) -> None:
         chain.is_done = True
