@@ -95,6 +95,8 @@ class SecondHops:
             return
         self._starts[gradient].append(self._num_backwards)
         buffer = self._wires.acquire(partial(self.wait, gradient))
+        if buffer.numel():
+            after = None  # the current stream alone has waited for the hop that used the buffer
         wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
         self._in_flight[gradient] = self._stream.launch(
             [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish, after=after

@@ -77,6 +77,13 @@ def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recompute
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
 
 
+@pytest.mark.parametrize("preset", ["paro-iig", "paro-nig"])
+@pytest.mark.parametrize("codecs", [{}, {"grad_codec": "int8", "codec_links": "all"}], ids=["plain", "int8"])
+def test_a_second_hop_takes_a_buffer_that_the_one_before_has_sent(preset: str, codecs: dict[str, str]) -> None:
+    """Sums in fp32 are cast into one of two buffers, with codecs on the stream that encodes ahead."""
+    assert run(config_of(preset, **OPTIONS["bf16 wires"], **codecs), declared).races == []
+
+
 @pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
 @pytest.mark.parametrize("option", ["default", "bf16", "every backward"])
