@@ -571,8 +571,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="checkpoint",
         claim="an asynchronous save holds the values of its moment",
-        old="host.copy(item.index, value)",
-        new="value",
+        old="copies[name] = torch.empty(0, dtype=copy.dtype).set_(storage, 0, copy.shape, copy.stride())",
+        new="copies[name] = tensor",
         tests=(
             "tests/checkpoint/test_pending.py",
             "tests/checkpoint/test_resuming.py",

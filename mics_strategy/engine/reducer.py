@@ -241,13 +241,13 @@ class Reducer:
                 for gradient in gradients:
                     chains.append(stream.launch(gradient.first_hop()))
             starts_second_hop = self.boundary.is_last and self.overlap_second_hop
-            # On CUDA the second hop waits for the first one on its own stream, not for what the computation does next.
+            # On CUDA the second hop waits for first hops on its own stream, not for what the computation does next.
             # On the CPU it starts when the first one has ended: it begins with work of the host.
             starts_now = starts_second_hop and (not chains or chains[-1].is_on_stream)
             if chains:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop and not starts_now))
             for due in self._take_turns(unit) if starts_now else ():
-                self._second_hops.start(due, chains[-1] if chains else None)
+                self._second_hops.start(due, self.streams.reduce_scatter.on_device if chains else ())
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
             for due in self._finish_first_hops(len(self._first_hops) - num_in_flight):
                 self._second_hops.start(due)

@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+import torch
+
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState
@@ -84,22 +86,23 @@ class SecondHops:
             self._early.append(due)
             yield due
 
-    def start(self, gradient: GradBucket, after: OpChain | None = None) -> None:
+    def start(self, gradient: GradBucket, behind: tuple[torch.cuda.Stream, ...] = ()) -> None:
         """Start a second hop, unless it is in flight.
 
         Args:
             gradient: Gradient, reduced inside the nodes.
-            after: The last first hop that was launched, where the stream shall wait for it alone.
+            behind: Stream of first hops that the current stream has not waited for. Then the hop waits for them alone.
         """
         if gradient in self._in_flight:
             return
         self._starts[gradient].append(self._num_backwards)
         buffer = self._wires.acquire(partial(self.wait, gradient))
-        if buffer.numel():
-            after = None  # the current stream alone has waited for the hop that used the buffer
         wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
         self._in_flight[gradient] = self._stream.launch(
-            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish, after=after
+            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce],
+            gradient.finish,
+            behind=behind,
+            and_current=not behind or bool(wire.numel()),  # which has waited for the last use of the buffer
         )
 
     def wait(self, gradient: GradBucket) -> None:

@@ -29,7 +29,7 @@ Op = Callable[[], Work | None]
 # 1. A chain starts behind everything on the current stream (`wait_stream`), because it may overwrite a slot that
 #    kernels there still read, and behind the other streams that have used the slot (`Slot.users`). So a gather must be
 #    launched before the forward under which it shall run, and its slot must be free then: `Engine._free_to_prefetch`.
-#    A second hop starts behind its first hop instead.
+#    A second hop starts behind the first hops instead.
 # 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
 #    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
 #    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
@@ -89,11 +89,6 @@ class OpChain:
         """Whether other streams can wait for the chain, so that the host has nothing left to do for it."""
         return self._done is not None
 
-    def order(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream of CUDA wait for the end of the chain, whose tensors stay alive until `wait`."""
-        if self._done is not None:
-            stream.wait_event(self._done)
-
     def wait(self) -> None:
         """Make all results valid on the current stream of the device; on the CPU, now.
 
@@ -136,21 +131,26 @@ class OpStream:
         self._stream = torch.cuda.Stream(device, priority=priority) if is_cuda else None
         self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
 
+    @property
+    def on_device(self) -> tuple[torch.cuda.Stream, ...]:
+        """The stream of CUDA on which chains run; none on the CPU."""
+        return () if self._stream is None else (self._stream,)
+
     def launch(
         self,
         ops: Iterable[Op],
         finish: Callable[[], None] | None = None,
         *,
-        users: Iterable[torch.cuda.Stream] = (),
-        after: OpChain | None = None,
+        behind: Iterable[torch.cuda.Stream] = (),
+        and_current: bool = True,
     ) -> OpChain:
         """Submit a chain behind the present work of the current stream.
 
         Args:
             ops: Each starts a collective, or does local work and returns None.
             finish: Local work after the last op.
-            users: Other streams of CUDA whose present work comes first as well.
-            after: On CUDA, a chain that comes first instead of that work.
+            behind: Other streams of CUDA whose present work comes first as well.
+            and_current: Whether that of the current stream does.
         """
         chain, stream, remaining = OpChain(finish), self._stream, iter(ops)
         if stream is None:
@@ -158,11 +158,8 @@ class OpStream:
                 chain.add(op())
             return chain
         first = self._encoding or stream
-        if after is not None:
-            after.order(first)
-        else:
-            for before in {torch.cuda.current_stream(stream.device), *users}:
-                first.wait_stream(before)
+        for before in {*behind, torch.cuda.current_stream(stream.device)} if and_current else behind:
+            first.wait_stream(before)
         started: Work | None = None
         if self._encoding is not None:
             with torch.cuda.stream(self._encoding):

@@ -124,7 +124,7 @@ class Unit:
                 if bucket.versions.needs_sync(bucket.version):
                     ops.append(partial(bucket.sync_params, flat, cast_shard))
                 ops.append(partial(bucket.unshard, flat, cast_shard))
-            self._pending_unshard = resources.stream.launch(ops, users=self.slot.users)
+            self._pending_unshard = resources.stream.launch(ops, behind=self.slot.users)
             self.slot.users = self._pending_unshard.users
 
     def _take_slot(self) -> None:
