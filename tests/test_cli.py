@@ -154,7 +154,7 @@ def test_estimate_of_a_catalog_name_chooses_scopes_for_a_memory(capsys: pytest.C
     assert not capsys.readouterr().out.splitlines()[1].startswith("parameters over 1,")
 
 
-@pytest.mark.parametrize(("memory", "ranks"), [("80 GB", 4), ("40 GB", 8), ("20 GB", 32)])
+@pytest.mark.parametrize(("memory", "ranks"), [("80 GB", 4), ("40 GB", 8), ("20 GB", 16)])
 def test_estimate_of_an_auto_partition_fits_the_memory(
     capsys: pytest.CaptureFixture[str], memory: str, ranks: int
 ) -> None:
