@@ -43,7 +43,7 @@ def pretended_cuda() -> Iterator[None]:
             for name, fake in fakes.items():
                 stack.enter_context(mock.patch.object(owner, name, _or_original(fake, getattr(owner, name))))
         for name, fake in (("device", _device), ("is_cuda", _is_cuda), ("is_cpu", _is_cpu)):
-            stack.enter_context(mock.patch.object(torch.Tensor, name, property(fake)))
+            stack.enter_context(mock.patch.object(torch.Tensor, name, _named(name, fake)))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _UseDevice))
@@ -72,6 +72,16 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(quantizer, "load_kernels", kernels.loader(quantizer.load_kernels)))
         stack.enter_context(watched(_works_here))
         yield
+
+
+class _Property(property):
+    """Has a name, as the attributes of tensors have."""
+
+
+def _named(name: str, fake: Callable[[Any], Any]) -> property:
+    named = _Property(fake)
+    named.__name__ = name
+    return named
 
 
 def _same_allocation(alias: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

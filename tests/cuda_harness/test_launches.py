@@ -122,12 +122,14 @@ def test_kernels_of_nccl_are_on_the_streams_of_the_engine(preset: str, coalesce:
     assert priorities == [-1, -1]
 
 
+@counts_of_torch
 @pytest.mark.parametrize(("preset", "codec"), LAUNCHES)
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
     log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
     assert table(log) == LAUNCHES[preset, codec]
 
 
+@counts_of_torch
 @pytest.mark.parametrize("preset", COALESCED)
 def test_a_coalesced_unit_launches_as_many_as_before(preset: str) -> None:
     log = log_of(preset, 16, PER_NODE, coalesce=True)
