@@ -113,9 +113,9 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
     second_hop = sharded._engine.reducer.streams.second_hop
     launch = second_hop.launch
 
-    def final_at_once(*args: Any) -> OpChain:
+    def final_at_once(*args: Any, **options: Any) -> OpChain:
         """Make gradients final when their second hop is launched, as on a GPU."""
-        chain = launch(*args)
+        chain = launch(*args, **options)
         chain.wait()
         return chain
 

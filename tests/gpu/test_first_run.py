@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path, sent: sig
     for turn in range(3):
         out = tmp_path / str(turn)
         process = subprocess.Popen([sys.executable, "-c", ENDLESS, out], cwd=ROOT, stderr=subprocess.DEVNULL)
-        while not ((out / "report.md").exists() and "word" in (out / "report.md").read_text()):
+        while not ((out / "logs.tgz").exists() and "word" in (out / "report.md").read_text()):  # all files of a report
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.5))
         process.send_signal(sent)
