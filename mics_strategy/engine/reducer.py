@@ -247,7 +247,7 @@ class Reducer:
             if chains:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop and not starts_now))
             for due in self._take_turns(unit) if starts_now else ():
-                self._second_hops.start(due, self.streams.reduce_scatter.on_device if chains else ())
+                self._second_hops.start(due, self.streams.reduce_scatter.device_streams if chains else ())
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
             for due in self._finish_first_hops(len(self._first_hops) - num_in_flight):
                 self._second_hops.start(due)

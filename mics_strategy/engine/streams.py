@@ -132,8 +132,8 @@ class OpStream:
         self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
 
     @property
-    def on_device(self) -> tuple[torch.cuda.Stream, ...]:
-        """The stream of CUDA on which chains run; none on the CPU."""
+    def device_streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """The streams of CUDA on which chains run: one, and none on the CPU."""
         return () if self._stream is None else (self._stream,)
 
     def launch(

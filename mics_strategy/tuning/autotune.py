@@ -261,15 +261,16 @@ def report(results: Iterable[TuningResult]) -> str:
         return ""
     lines = ["mics_strategy chose for `hierarchical='auto'` which collectives over several nodes have several stages:"]
     for result in new_results:
-        size = f"of {result.from_bytes:,} B or more" if result.from_bytes else "of any size"
-        size = "of no size" if result.from_bytes == NEVER else size
+        words = {0: "of any size", NEVER: "of no size"}
+        size = words.get(result.from_bytes, f"of {result.from_bytes:,} B or more")
         source = "measured now" if result.timings else "measured by an earlier job"
         lines.append(f"  {_NAMES[result.collective]} over {result.span.name} {size}, {source}")
         lines += [f"    {line}" for line in _table(result.timings)]
     thresholds = [result.from_bytes for result in new_results if result.collective != ALL_GATHER] or [
         new_results[0].from_bytes
     ]
-    pin = f"`hierarchical={(max(thresholds) or True) if max(thresholds) < NEVER else False}`"
+    largest = max(thresholds)
+    pin = f"`hierarchical={ {0: True, NEVER: False}.get(largest, largest) }`"
     lines.append(
         f"The choice is cached in {CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
         "round equally in every job; True means always several stages, False never."

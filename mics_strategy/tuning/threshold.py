@@ -61,9 +61,9 @@ def threshold_bytes(timings: Sequence[SizeTiming], *, flat_in_doubt: bool) -> in
 
     Args:
         timings: Timings by growing size.
-        flat_in_doubt: What is chosen where neither is plainly faster. Where a flat collective sends every row from rank
-            to rank, the hierarchical one, which sends the fewest bytes between nodes. NCCL's ring enters a node once,
-            and so sends about as few; there the flat one, which keeps the links inside and between nodes busy at once.
+        flat_in_doubt: Whether the flat algorithm is chosen where neither is plainly faster. NCCL's ring enters a node
+            once, so it sends about as few bytes between nodes, and keeps the links inside and between them busy at
+            once. Where a flat collective sends every row from rank to rank, the hierarchical one sends the fewest.
 
     Returns:
         Bytes of the full tensor: 0 for any size, `NEVER` for none.

@@ -93,7 +93,7 @@ def find_stall(by_rank: Sequence[Sequence[Launch]], num_slots: int, random: Rand
     its ranks have started it. Which of those that are ready starts first is up to the device.
 
     Args:
-        by_rank: What each rank launched, in the order of its host.
+        by_rank: Launches of each rank, in the order of its host.
         num_slots: Collectives that fit on one device at once.
         random: Decides what starts.
     """

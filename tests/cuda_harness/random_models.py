@@ -89,7 +89,7 @@ class Drawn:
     """A training of a seed.
 
     Args:
-        seed: Of model, configuration and loop, the same on all ranks.
+        seed: Seed of model, configuration and loop, the same on all ranks.
 
     Attributes:
         config: Its configuration, for nodes of `ranks_per_node`.
