@@ -166,7 +166,9 @@ class ProcessGroups:
 
     def record_options(self, label: str) -> None:
         """Record the options of an optimizer step, which all ranks have in common."""
-        self.resources.call_watch.records.record(label, range(self.scopes.world_size), is_ordered=False)
+        records = self.resources.call_watch.records
+        records.record(label, range(self.scopes.world_size), is_ordered=False)
+        records.moment += 1
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks with different shards, in place. Not part of a plan."""

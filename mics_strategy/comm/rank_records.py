@@ -17,13 +17,14 @@ class RankRecords:
         rank: Rank of this process.
 
     Attributes:
-        common_values: Sum of the digests of what all ranks must have in common, since the last step of any model.
+        moment: Number of optimizer steps and of reductions of gradients.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._fingerprints: dict[tuple[tuple[int, ...], bool], CollectiveFingerprint] = {}
-        self.common_values: torch.Tensor | None = None
+        self._common_values: torch.Tensor | None = None
+        self.moment = 0
 
     def record(self, label: str, ranks: Sequence[int], *, is_ordered: bool = True) -> None:
         """Add a collective, or what ranks do alike, to the fingerprint of its ranks.
@@ -50,12 +51,19 @@ class RankRecords:
     def begin_model(self) -> None:
         """Forget what ranks recorded for other models: after an error they may differ, and make a new one."""
         self._fingerprints.clear()
-        self.common_values = None
+        self._common_values = None
+        self.moment = 0
 
     def compare(self, value: torch.Tensor) -> None:
         """Let the next step of a model compare a digest, an int64 scalar. The order of such calls does not matter."""
-        known = self.common_values
-        self.common_values = value if known is None else known.to(value.device) + value
+        known = self._common_values
+        self._common_values = value if known is None else known.to(value.device) + value
+
+    def take_common(self) -> torch.Tensor | None:
+        """The sum of the digests since the last reduction of gradients of any model, for a new one."""
+        self.moment += 1
+        common, self._common_values = self._common_values, None
+        return common
 
 
 def _short(ranks: Sequence[int]) -> str:

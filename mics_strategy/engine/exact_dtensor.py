@@ -50,7 +50,7 @@ from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, ga
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
-from mics_strategy.engine.origins import origin_of
+from mics_strategy.engine.origins import moment, origin_now, origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
 from mics_strategy.engine.tensor_memory import TensorMemory, digest_of_places, follow_overwritten
@@ -69,13 +69,14 @@ class ExactDTensor(PythonValues, DTensor):
         mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
         mics_memory: Memory of the engine that it shares; None if it shares none.
         mics_gathered: Base whose gathered rows it views; None if it views none.
-        mics_origin: Origin of its values; see `engine.origins`.
+        mics_origin, mics_moment: What its values were computed from, and when; see `engine.origins`.
     """
 
     mics_random: ReplicaRandom
     mics_memory: TensorMemory | None = None
     mics_gathered: GatheredBase | None = None
     mics_origin: str = ""
+    mics_moment: int = 0
 
     @property
     def data(self) -> torch.Tensor:
@@ -178,7 +179,7 @@ class ExactDTensor(PythonValues, DTensor):
         if placements is not None and tuple(placements) != self.placements and not is_replicated(self):
             tensor = DTensor.from_local(self.full_tensor(), self.device_mesh, run_check=False)
         moved = DTensor.redistribute(tensor, device_mesh, placements, **kwargs)
-        return as_exact(moved, self.mics_random, self.mics_origin)
+        return as_exact(moved, self.mics_random, origin_now(self))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -223,7 +224,7 @@ def as_exact(tensor: DTensor, random: ReplicaRandom, origin: str) -> ExactDTenso
     if not isinstance(tensor, ExactDTensor):
         tensor.__class__ = ExactDTensor
         exact = cast("ExactDTensor", tensor)
-        exact.mics_random, exact.mics_origin = random, origin
+        exact.mics_random, exact.mics_origin, exact.mics_moment = random, origin, moment()
     return cast("ExactDTensor", tensor)
 
 
@@ -315,7 +316,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_gathered.write_back()
         base = gathered_views.base_of(tensor)
         if base.mics_memory is None:
-            base.mics_origin = origin
+            base.mics_origin, base.mics_moment = origin, moment()
         elif shared is None and is_sharded(base):
             shared = base
     if shared is not None:  # ranks have other rows of it; that replicas are equal is checked elsewhere

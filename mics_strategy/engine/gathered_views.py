@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.placement import full_tensor
 from mics_strategy.comm.process import check_not_forked
+from mics_strategy.engine.origins import origin_now
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
 
@@ -86,7 +87,7 @@ def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
 def gather(tensor: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Collective."""
     check_not_forked()
-    return full_tensor(tensor, getattr(tensor, "mics_origin", ""))
+    return full_tensor(tensor, origin_now(tensor))
 
 
 class Wholes:

@@ -227,8 +227,7 @@ class ReplicaCheck:
             One read of the shards when a check is due. The host does not wait for it.
         """
         self._num_steps += 1
-        records = self._groups.resources.call_watch.records
-        common, records.common_values = records.common_values, None
+        common = self._groups.resources.call_watch.records.take_common()
         weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
         terms = [] if common is None else [weight * common.to(self._groups.device)]  # perhaps another model's
         is_periodic = self._every > 0 and self._num_steps % self._every == 0

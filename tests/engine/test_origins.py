@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mics_strategy import shard
 from mics_strategy.engine.origins import origin_of
@@ -265,6 +266,53 @@ def test_gradients_of_other_weights_are_refused_where_every_rank_has_them_whole(
 def test_what_every_rank_has_whole_may_be_read_by_one(ranks: RankPool) -> None:
     for use in (a_temporary_tensor, a_list_of_tensors):
         assert ranks(2, steps, "ddp", use, True) == ["trained"] * 2
+
+
+def a_restored_weight(weight: nn.Parameter, kept: Tensor) -> None:
+    weight.data.copy_(kept)
+
+
+def a_distance(weight: nn.Parameter, kept: Tensor) -> None:
+    (weight - kept).norm().backward()
+
+
+def a_whole_snapshot(weight: nn.Parameter, kept: Tensor) -> None:
+    assert isinstance(kept, DTensor)
+    assert kept.full_tensor().shape == weight.shape
+
+
+def an_average(weight: nn.Parameter, kept: Tensor) -> None:
+    weight.data.lerp_(kept * 2.0, 0.1)
+
+
+def with_snapshots(
+    ctx: RankContext, preset: str, use: Callable[[nn.Parameter, Tensor], None], of_gradients: bool, differing: bool
+) -> None:
+    """Job: a snapshot is kept in some step, which each rank may choose, and used in a later one."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shard(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    weight = model[0].weight
+    for step in range(5):
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        value = weight.grad if of_gradients else weight  # reading a gradient is collective, copying it is not
+        if step == (ctx.rank if differing else 1):
+            kept = value.detach().clone()
+        if step > 2:
+            use(weight, kept)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics"])
+@pytest.mark.parametrize("of_gradients", [False, True], ids=["weights", "gradients"])
+@pytest.mark.parametrize("use", [a_restored_weight, a_distance, a_whole_snapshot, an_average])
+def test_snapshots_of_other_steps_on_each_rank_are_refused(
+    ranks: RankPool, preset: str, use: Callable[[nn.Parameter, Tensor], None], of_gradients: bool
+) -> None:
+    ranks(2, with_snapshots, preset, use, of_gradients, False)
+    told = r"0.weight\) of moment \d"
+    raises_on_every_rank(lambda: ranks(2, with_snapshots, preset, use, of_gradients, True), LifecycleError, told)
 
 
 @pytest.mark.parametrize(
