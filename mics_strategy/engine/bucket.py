@@ -30,7 +30,7 @@ from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
 from mics_strategy.engine.layout import BucketSpec
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
-from mics_strategy.engine.storage_guard import StorageGuard
+from mics_strategy.engine.storage_guard import StorageGuard, with_own_storage
 from mics_strategy.engine.tensor_memory import WriteCount
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
@@ -74,12 +74,12 @@ class UnshardedParams:
     ) -> None:
         self.buffer = buffer
         self.is_master = is_master
-        self._guard = None if is_master or buffer.is_meta else StorageGuard(buffer)
-        guarded = buffer if self._guard is None else self._guard.tensor
-        self.params: list[UnshardedParameter] = [
-            UnshardedParameter(view.data, requires_grad=spec.trainable) for view in spec.layout.unpadded_views(guarded)
-        ]
         self.views = [view.data for view in spec.layout.unpadded_views(buffer)]
+        self._guard = None if is_master or buffer.is_meta else StorageGuard(self.views)
+        own = map(with_own_storage, self.views) if self._guard is None else self._guard.tensors
+        self.params: list[UnshardedParameter] = [
+            UnshardedParameter(tensor, requires_grad=spec.trainable) for tensor in own
+        ]
         self.saved_versions = SavedVersions(spec.name, self.params)
         self._layout = spec.layout
         self._copies: dict[int, Callable[[], object]] = {}

@@ -48,8 +48,8 @@ from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine import gathered_views, op_schema
 from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
-from mics_strategy.engine.op_locality import needs_other_rows
-from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
+from mics_strategy.engine.op_locality import in_backward, is_of_shards, mixes_plain, needs_other_rows
+from mics_strategy.engine.op_schema import is_view, tensors_in, written_by
 from mics_strategy.engine.origins import moment, origin_now, origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
@@ -70,6 +70,7 @@ class ExactDTensor(PythonValues, DTensor):
         mics_memory: Memory of the engine that it shares; None if it shares none.
         mics_gathered: Base whose gathered rows it views; None if it views none.
         mics_origin, mics_moment: What its values were computed from, and when; see `engine.origins`.
+        mics_is_own: Whether every rank has its own values, which a script has written into a result.
     """
 
     mics_random: ReplicaRandom
@@ -77,6 +78,7 @@ class ExactDTensor(PythonValues, DTensor):
     mics_gathered: GatheredBase | None = None
     mics_origin: str = ""
     mics_moment: int = 0
+    mics_is_own: bool = False
 
     @property
     def data(self) -> torch.Tensor:
@@ -286,6 +288,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_flat = op_schema.are_flat(args, kwargs)
     tensors = [a for a in args if isinstance(a, torch.Tensor)] if is_flat else tensors_in((args, kwargs))
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
+    if any(tensor.mics_is_own for tensor in exact):
+        plain_args, plain_kwargs = op_schema.map_arguments(ExactDTensor, _plain_if_own, args, kwargs)
+        result, returned = func(*plain_args, **plain_kwargs), op_schema.written_arguments(func, args, kwargs)
+        return result if returned is None else returned
     follow_overwritten(func, args)
     origin = origin_of(func, args, kwargs)
     for tensor in exact:
@@ -295,12 +301,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_gathered.refresh()
         if is_partial(tensor) and func is not _aten.stack.default:  # stacked norms are reduced at once
             tensor.finish_sum()
-    is_mixed = _is_mixed(tensors) or writes_plain(func, args, kwargs)
-    plain = [t for t in tensors if not isinstance(t, DTensor) and t.layout is torch.strided]
-    becomes_part = func._schema.is_mutable or not is_mixed
-    for each in plain if becomes_part and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact) else ():
-        compare_value(digest_of_places(each), exact[0], origin)
-    if is_mixed or (func in _FILLED_BY_BACKWARDS and _in_backward()):
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    has_rows = bool(plain) and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact)
+    is_mixed = mixes_plain(func, args, kwargs, has_rows=has_rows)
+    for each in plain if has_rows and (func._schema.is_mutable or not is_mixed) else ():
+        if each.layout is torch.strided:
+            compare_value(digest_of_places(each), exact[0], origin)
+    if is_mixed or (func in _FILLED_BY_BACKWARDS and in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0], origin)
@@ -317,12 +324,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = gathered_views.base_of(tensor)
         if base.mics_memory is None:
             base.mics_origin, base.mics_moment = origin, moment()
+            base.mics_is_own |= bool(plain) and is_of_shards(base) and is_replicated(base)
         elif shared is None and is_sharded(base):
             shared = base
     if shared is not None:  # ranks have other rows of it; that replicas are equal is checked elsewhere
         record_alike(shared, f"the write {origin}", on_replicas=False)
     returned = op_schema.written_arguments(func, args, kwargs)
     return result if returned is None else returned
+
+
+def _plain_if_own(tensor: ExactDTensor) -> torch.Tensor:
+    return tensor._local_tensor if tensor.mics_is_own else tensor
 
 
 def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,23 +360,6 @@ def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     finally:
         tensor.__class__ = ExactDTensor
     return tensor
-
-
-def _is_mixed(tensors: list[torch.Tensor]) -> bool:
-    """Whether a plain tensor takes part, whose values may differ between ranks.
-
-    A plain scalar counts where gradients are computed. Elsewhere it is a factor that ranks agree on (a clipping
-    coefficient): the values of a parameter would differ between replicas otherwise.
-    """
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    if any(tensor.dim() for tensor in plain):
-        return True
-    has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return bool(plain) and (has_graph or _in_backward())
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
@@ -419,7 +414,7 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         LifecycleError: A backward writes a gradient of this rank's into a tensor of all ranks.
     """
-    if _in_backward() and any(True for _ in written_by(func, args, kwargs)):
+    if in_backward() and any(True for _ in written_by(func, args, kwargs)):
         raise LifecycleError(
             f"`{func._schema.name}` in a backward would mix gradients of this rank with a sharded tensor. In the "
             "loss, use `parameter.full_tensor()` instead of the parameter; write to a parameter after the backward."

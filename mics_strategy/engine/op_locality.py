@@ -1,4 +1,4 @@
-"""Which operations on DTensors need the rows of other ranks?
+"""Which operations on DTensors need the rows of other ranks, and which have a result of this rank's own?
 
 The answer is the same on all ranks, also where it hangs on the parts of some of them.
 """
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mics_strategy.engine.op_schema import tensors_in
+from mics_strategy.engine.op_schema import tensors_in, writes_plain
 
 _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
@@ -53,6 +53,41 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs):
             return True
     return _fails_on_an_empty_part(func, args, kwargs)
+
+
+def mixes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_rows: bool) -> bool:
+    """Whether a plain tensor takes part, whose values may differ between ranks, such that the result is plain.
+
+    A plain scalar does so where gradients are computed, and where it meets results that every rank has whole (``loss /
+    weight.norm()``). Elsewhere it is a factor that ranks agree on, a clipping coefficient: parts of one tensor would
+    have other factors otherwise. The next step compares it.
+
+    Args:
+        func: Operation of torch.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+        has_rows: Whether an argument is sharded.
+    """
+    tensors = tensors_in((args, kwargs))
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if not plain:
+        return False
+    if any(tensor.dim() for tensor in plain) or writes_plain(func, args, kwargs) or in_backward():
+        return True
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    is_whole = not has_rows and any(isinstance(tensor, DTensor) and is_of_shards(tensor) for tensor in tensors)
+    return is_whole and not func._schema.is_mutable
+
+
+def is_of_shards(tensor: DTensor) -> bool:
+    """Whether a tensor belongs to a model whose ranks have different rows."""
+    return "shard" in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def in_backward() -> bool:
+    """Whether autograd is running."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _fails_on_an_empty_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

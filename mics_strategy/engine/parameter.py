@@ -19,6 +19,7 @@ from typing_extensions import override
 from mics_strategy.comm.placement import ShardPlacement, compare_value, full_tensor, is_sharded, like_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor, as_exact, mean_gradient
 from mics_strategy.engine.layout import ParamSlice
+from mics_strategy.engine.storage_guard import with_own_storage
 from mics_strategy.engine.tensor_memory import TensorMemory, WriteCount, digest_of_places
 from mics_strategy.errors import LifecycleError
 
@@ -247,17 +248,4 @@ def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPla
     placements = [Replicate() if name == "replicate" else shard_placement for name in names]
     stride = torch.empty(param_slice.shape, device="meta").stride()
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(param_slice.shape, stride, local.dtype))
-    return cast("DTensor", _new_dtensor(_with_own_storage(local), spec, requires_grad=False))
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same memory whose storage holds nothing else.
-
-    torch saves and deep-copies whole storages, so a view of an arena would bring the whole arena along. A DTensor also
-    takes over the storage offset of its local part, which is meaningless for it.
-    """
-    if view.is_meta:
-        return view.view_as(view)
-    start = view.storage_offset() * view.itemsize
-    storage: Any = view.untyped_storage()[start : start + view.numel() * view.itemsize]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+    return cast("DTensor", _new_dtensor(with_own_storage(local), spec, requires_grad=False))

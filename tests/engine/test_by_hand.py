@@ -79,6 +79,29 @@ def leaves_are_returned(model: Model, x: Tensor) -> Tensor:
     return (y * leaf).square().mean() + scale.square() * y.mean()
 
 
+def weight_is_cut_by_strides(model: Model, x: Tensor) -> Tensor:
+    """With offsets, which count from the beginning of the parameter."""
+
+    def cut(module: nn.Module, _: object, y: Tensor) -> Tensor:
+        return y + module.bias.as_strided((6,), (1,), 1).sum() * module.weight.as_strided((7,), (2,), 3)
+
+    handle = model.layers[0].register_forward_hook(cut)
+    loss = plain_loss(model, x)
+    handle.remove()
+    return loss
+
+
+def losses_are_balanced_by_norms(model: Model, x: Tensor) -> Tensor:
+    """With scalars of this rank that have met results of all ranks."""
+    with torch.no_grad():
+        balance = x.square().mean() / model.head.weight.norm()
+        largest = torch.maximum(model.layers[0].weight.norm(), x.sum())
+        scale = model.layers[2].weight.norm()
+        scale *= x.mean()
+        scale.add_(torch.where(x.sum() > 0, model.scale.abs(), balance))
+    return plain_loss(model, x) * balance + (model.head.weight / scale.exp()).norm() * largest
+
+
 def fast_weights(model: Model, x: Tensor) -> Tensor:
     weight = whole(model.head.weight)
     inner = (model(x) @ weight.t()).square().mean()
@@ -361,6 +384,8 @@ LOSSES = (
     rows_looked_up,
     weight_of_a_layer_is_returned,
     leaves_are_returned,
+    weight_is_cut_by_strides,
+    losses_are_balanced_by_norms,
     fast_weights,
 )
 BEFORE_STEPS = (

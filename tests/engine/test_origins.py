@@ -67,6 +67,17 @@ def a_mask_by_a_plain_scalar(model: nn.Sequential, number: float) -> Tensor:
     return torch.where(mask, model[0].weight, 0.0).norm()
 
 
+def a_plain_scalar_over_a_norm(model: nn.Sequential, number: float) -> Tensor:
+    factor = torch.tensor(0.5 + number) / model[0].weight.detach().norm()
+    return (model[0].weight.detach() * factor - model[1].weight).norm()
+
+
+def a_norm_times_a_plain_scalar(model: nn.Sequential, number: float) -> Tensor:
+    norm = model[0].weight.detach().norm()
+    norm *= torch.tensor(0.5 + number)
+    return torch.where(model[0].weight.detach() > norm, model[0].weight, 0.0).norm()
+
+
 def plain_places(model: nn.Sequential, number: float) -> Tensor:
     counts = torch.zeros_like(model[0].weight)
     counts.index_add_(0, torch.tensor([1, 2] if number else [0, 3]), torch.ones(2, WIDTH))
@@ -92,7 +103,10 @@ READS: list[Use] = [
     *(a_factor, an_exponent, another_weight, another_whole_weight, another_order, a_hook),
     *(a_temporary_tensor, a_list_of_tensors, another_noise, an_equality),
 ]
-PLAIN: list[Use] = [a_plain_scalar, a_mask_by_a_plain_scalar, plain_places, plain_values]
+PLAIN: list[Use] = [
+    *(a_plain_scalar, a_mask_by_a_plain_scalar, a_plain_scalar_over_a_norm, a_norm_times_a_plain_scalar),
+    *(plain_places, plain_values),
+]
 
 
 def a_written_weight(model: nn.Sequential, number: float) -> None:

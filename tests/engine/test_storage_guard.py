@@ -28,8 +28,8 @@ ACCESSES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("access", ACCESSES)
 def test_an_access_is_refused_while_closed(access: str) -> None:
     memory = torch.ones(32)[8:24]
-    guard = StorageGuard(memory)
-    tensor = guard.tensor.view(4, 4)
+    guard = StorageGuard([memory])
+    tensor = guard.tensors[0].view(4, 4)
     guard.close()
     with pytest.raises(RuntimeError) as refused:
         ACCESSES[access](tensor)
@@ -41,9 +41,9 @@ def test_an_access_is_refused_while_closed(access: str) -> None:
 
 def test_tensors_may_be_made_while_closed() -> None:
     memory = torch.arange(6.0)
-    guard = StorageGuard(memory)
+    guard = StorageGuard([memory])
     guard.close()
-    made = [guard.tensor.view(2, 3), guard.tensor.detach(), guard.tensor[1:], guard.tensor.data]
+    made = [guard.tensors[0].view(2, 3), guard.tensors[0].detach(), guard.tensors[0][1:], guard.tensors[0].data]
     memory += 1
     guard.open()
     assert [each.flatten()[0].item() for each in made] == [1, 1, 2, 1]
@@ -51,18 +51,18 @@ def test_tensors_may_be_made_while_closed() -> None:
 
 def test_only_its_own_tensors_are_guarded() -> None:
     memory = torch.zeros(4)
-    one, other = StorageGuard(memory), StorageGuard(memory)
-    assert one.guards(one.tensor[1:].view(3, 1))
-    assert not one.guards(other.tensor)
+    one, other = StorageGuard([memory]), StorageGuard([memory])
+    assert one.guards(one.tensors[0][1:].view(3, 1))
+    assert not one.guards(other.tensors[0])
     assert not one.guards(memory)
     one.close()
-    assert other.tensor.sum() == 0
+    assert other.tensors[0].sum() == 0
     assert explain_refusal(RuntimeError("another error")) is None
 
 
 def test_memory_lives_as_long_as_its_tensors() -> None:
     memory = torch.full((1 << 20,), 7.0)
-    kept = StorageGuard(memory).tensor[-1:]
+    kept = StorageGuard([memory]).tensors[0][-1:]
     del memory
     others = [torch.zeros(1 << 20) for _ in range(4)]  # would take the memory
     assert kept.item() == 7
