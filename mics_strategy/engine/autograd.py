@@ -245,7 +245,10 @@ def _wrapped(original: Function) -> Function:
     def run_backward(outputs: Any, *args: Any, **options: Any) -> Any:
         check_losses(outputs)
         gradients, retain_graph, create_graph, inputs, *others = args
-        sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
+        tensors = [
+            getattr(getattr(each, "node", None), "variable", each) for each in inputs
+        ]  # of a `GradientEdge`, too
+        sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedParameter)]
         accumulates = options.get("accumulate_grad", False)
         in_graph = (*inputs, *_in_graph(sharded)) if accumulates else inputs
         try:
@@ -257,7 +260,7 @@ def _wrapped(original: Function) -> Function:
             if explanation is None:
                 raise
             raise LifecycleError(explanation) from error
-        for tensor, grad in zip(inputs, () if accumulates else results, strict=False):
+        for tensor, grad in zip(tensors, () if accumulates else results, strict=False):
             if grad is None and isinstance(tensor, ShardedParameter):
                 raise _no_local_gradient(tensor)
         return results

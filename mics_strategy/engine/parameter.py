@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._foreach_utils import _foreach_supported_types
 from typing_extensions import override
 
 from mics_strategy.comm.placement import ShardPlacement, compare_value, full_tensor, is_sharded, like_tensor
@@ -120,6 +121,10 @@ class ShardedParameter(ExactDTensor):
     def __hash__(self) -> int:
         return self.mics_number  # not an address: sets of parameters have one order on all ranks
 
+    @override
+    def __eq__(self, other: object) -> Any:
+        return other.mics_number == self.mics_number if isinstance(other, LocalParameter) else super().__eq__(other)
+
     @property
     @override
     def mics_label(self) -> str:
@@ -168,6 +173,27 @@ class ShardedParameter(ExactDTensor):
 
     register_hook = _refuse_hook
     register_post_accumulate_grad_hook = _refuse_hook
+
+
+class LocalParameter(nn.Parameter):
+    """The tensor in the place of a sharded parameter in the body of an optimizer's step.
+
+    It shares its attributes with the sharded parameter, and sets and dicts take one for the other: a script may have
+    made them before (parameters without weight decay, initial weights by parameter).
+    """
+
+    mics_number: int
+
+    @override
+    def __hash__(self) -> int:
+        return self.mics_number
+
+    @override
+    def __eq__(self, other: object) -> Any:
+        return other.mics_number == self.mics_number if isinstance(other, ShardedParameter) else super().__eq__(other)
+
+
+_foreach_supported_types.append(cast("Any", LocalParameter))  # or torch would update each one for itself on GPUs
 
 
 def has_node_hooks(parameter: torch.Tensor) -> bool:

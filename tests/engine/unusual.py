@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import backward  # before any model is sharded, as scripts do
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, shard
@@ -238,7 +239,7 @@ def inputs_named_of_an_imported_backward(model: nn.Module, x: Tensor, step: int)
 
 
 def some_inputs_named(model: Any, x: Tensor, step: int) -> None:
-    chosen = [*model.blocks[1].parameters(), model.head.bias]
+    chosen = [*model.blocks[1].parameters(), get_gradient_edge(model.head.bias)]
     model(x).square().mean().backward(inputs=chosen)
 
 

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mics_strategy.comm.placement import full_tensor
+from mics_strategy.comm.placement import full_tensor, is_sharded
 from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
 from mics_strategy.engine.optimizer.target import OptimizerTarget
-from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
+from mics_strategy.engine.parameter import LocalParameter, ShardedParameter, fast_attributes
 from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import ConfigError, LifecycleError
 
@@ -47,35 +46,54 @@ class _SwappedParam:
         states: States as DTensors, by name, while the optimizer holds local ones.
         is_stepped: Whether the parameter has a gradient in this step.
         shown_grad: Gradient that the local tensor was given; None without one.
+        version: Version of the sharded parameter's rows when the optimizer was given the local tensor.
     """
 
     sharded: ShardedParameter
-    local: nn.Parameter
+    local: LocalParameter
     storage: torch.Tensor
     address: int
     owner: int | None = None
     states: dict[Any, DTensor] = field(default_factory=dict)
     is_stepped: bool = False
     shown_grad: torch.Tensor | None = None
+    version: int = 0
 
     def swap_grad_in(self) -> None:
-        """Set the gradient on the local tensor."""
+        """Set the gradient on the local tensor, which requires one if the parameter does now."""
         grad = self.sharded.raw_grad
         self.is_stepped = grad is not None
+        if self.local.requires_grad != self.sharded.requires_grad:
+            self.local.requires_grad_(self.sharded.requires_grad)
         # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
-        if self.owner is None:
-            self.shown_grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+        if self.owner is None and grad is not None:
+            self.shown_grad = (
+                grad._local_tensor if isinstance(grad, DTensor) else grad
+            ).detach()  # no `to_local`: cost
             self.local.grad = self.shown_grad
 
-    def swap_grad_out(self) -> None:
+    def swap_grad_out(self) -> int:
         """Set the gradient to that of the local tensor if this is another one, or None.
 
-        The step replaced or cleared it, or `zero_grad` after a step that raised.
+        The step replaced or cleared it, or `zero_grad` after a step that raised. A script that keeps the tensor that it
+        was shown gets a copy, as the engine writes to its memory again.
+
+        Returns:
+            Address of that memory; 0 for none.
         """
         grad = self.local.grad
-        if self.shown_grad is not None and grad is not self.shown_grad:
+        shown = grad if self.shown_grad is None else self.shown_grad
+        if self.shown_grad is not None and grad is not shown:
             self.sharded.grad = None if grad is None else self.sharded.like_self(grad)
         self.local.grad = self.shown_grad = None
+        if shown is None:
+            return 0
+        address, kept = shown.data_ptr(), weakref.ref(shown)
+        del grad, shown
+        tensor = kept()
+        if tensor is not None:
+            tensor.data = tensor.clone()
+        return address
 
     def restore_storage(self) -> None:
         """Copy the values: ``parameter.data = ...`` has replaced the memory."""
@@ -90,7 +108,9 @@ class _SwappedParam:
         sharded = self.sharded
         placements = sharded._spec.placements
         for key, value in state.items():
-            if isinstance(value, DTensor) and (value._spec.placements == placements or not value.dim()):
+            if self.owner is not None and isinstance(value, DTensor) and value.shape == sharded.shape and value.dim():
+                state[key] = full_tensor(value)
+            elif isinstance(value, DTensor) and (value._spec.placements == placements or not value.dim()):
                 self.states[key] = value
                 state[key] = value._local_tensor
             elif (
@@ -99,19 +119,22 @@ class _SwappedParam:
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
-    def wrap(self, state: dict[Any, Any], *, is_moved: bool) -> None:
+    def is_bypassed(self, state: dict[Any, Any]) -> bool:
+        """Whether a step has computed with the sharded parameter, whose states and whose new values would be lost."""
+        is_written = self.owner is not None and self.sharded.local._version != self.version
+        return is_written or any(
+            is_sharded(value) and value.dim() and value.shape == self.sharded.shape for value in state.values()
+        )
+
+    def wrap(self, state: dict[Any, Any], written: set[int]) -> None:
         """Replace local tensors by DTensors like the parameter, in place.
 
         Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
         tensors, which only the owner has.
 
-        States that are the gradient, or values that were replaced, are copied: ``state["previous"] = parameter.grad``
-        keeps it in torch, but the engine writes to this memory again. `is_moved`: whether values were replaced.
+        States at an address of `written`, views of the gradient and values that were replaced, are copied.
         """
-        shape, grad = self.storage.shape, self.local.grad
-        written = {0 if grad is None else grad.data_ptr()}
-        if is_moved:
-            written.add(self.address)
+        shape = self.storage.shape
         for key, value in state.items():
             dtensor = self.states.get(key)
             if dtensor is not None and dtensor._local_tensor is value and value.data_ptr() not in written:
@@ -172,6 +195,7 @@ class LocalParamSwap:
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
+        _check_keeps_no_ids(optimizer, set().union(*groups))
         if not target.has_whole_states:
             localities = locality_by_group(optimizer, target.update_locality)
             _check_locality(optimizer, localities, target.optimizer_layout)
@@ -225,13 +249,19 @@ class LocalParamSwap:
                 if state is not None:
                     param.unwrap(state)
                     states[param.local] = state
+                param.version = param.sharded.local._version
         self.is_local = True
         self._random_states = self.target.random.begin()
 
     def swap_out(self) -> None:
-        """Put sharded parameters back into the optimizer, with new states as DTensors. Sends nothing."""
+        """Put sharded parameters back into the optimizer, with new states as DTensors. Sends nothing.
+
+        Raises:
+            LifecycleError: The step went around `param_groups`.
+        """
         if not self.is_local:
             return
+        bypassed: _SwappedParam | None = None
         self.is_local = False
         self.target.random.end(self._random_states)
         by_local = self._by_local
@@ -241,16 +271,22 @@ class LocalParamSwap:
         with fast_attributes():
             for param in self._params.values():
                 is_moved = param.local.data_ptr() != param.address
-                state = states.pop(param.local, None)
+                state, written = states.pop(param.local, None), {param.swap_grad_out()}
+                bypassed = param if param.is_bypassed(state or {}) else bypassed
                 if state is not None:
-                    param.wrap(state, is_moved=is_moved)
+                    param.wrap(state, {*written, param.address} if is_moved else written)
                     states[param.sharded] = state
-                param.swap_grad_out()
                 if is_moved:
                     param.restore_storage()
                 if param.is_stepped:
                     param.sharded.mics_memory.writes.num += 1
         self._is_sync_due = bool(self.exchanges)
+        if bypassed is not None:
+            raise LifecycleError(
+                f"`{type(self._optimizer).__name__}.step` computed with `{bypassed.sharded.mics_name}` from a list of "
+                "its own or from the model, where its states or new values would be lost. In a step, take parameters "
+                "from `self.param_groups`: they hold this rank's rows, or whole tensors on their owner."
+            )
 
     def sync_owned(self) -> None:
         """Swap out, and send new values of owned tensors to all shards. Collective."""
@@ -273,11 +309,12 @@ class LocalParamSwap:
     def _add_rows(self, sharded: ShardedParameter) -> _SwappedParam:
         """Add a parameter of which every rank updates its rows."""
         storage = sharded.local.detach()
-        local = nn.Parameter(storage, requires_grad=sharded.requires_grad)
+        local = LocalParameter(storage, requires_grad=sharded.requires_grad)
         return self._add(_SwappedParam(sharded, local, storage, storage.data_ptr()))
 
     def _add(self, param: _SwappedParam) -> _SwappedParam:
         self._params[id(param.sharded)] = self._by_local[id(param.local)] = param
+        param.local.__dict__ = param.sharded.__dict__
         return param
 
 
@@ -331,6 +368,26 @@ def check_param_groups_only(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} needs whole tensors of all parameters together. No scope provides them. Use "
             f"{_ELEMENTWISE}."
         )
+
+
+def _check_keeps_no_ids(optimizer: Optimizer, ids: set[int]) -> None:
+    """Raise for an optimizer with ids of its parameters, which are other objects in a step.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        ids: Those of its parameters.
+
+    Raises:
+        ConfigError: One of its collections has some of them.
+    """
+    for name, values in vars(optimizer).items():
+        if isinstance(values, (dict, set, frozenset, list, tuple)) and not ids.isdisjoint(
+            value for value in values if isinstance(value, int)
+        ):
+            raise ConfigError(
+                f"`{type(optimizer).__name__}.{name}` has the `id()` of parameters. In a step, local tensors are in "
+                "their place, which have other ids but are found in sets and dicts: keep the parameters themselves."
+            )
 
 
 def _check_locality(optimizer: Optimizer, localities: list[UpdateLocality], optimizer_layout: str) -> None:

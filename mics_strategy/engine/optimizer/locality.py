@@ -114,7 +114,7 @@ def _locality_of(optimizer: Optimizer, group: dict[str, Any], declared: str) -> 
     subject = f"`{cls.__module__}.{cls.__qualname__}`" + (f" with `{option}`" if option else "")
     raise ConfigError(
         f"It is not known on which elements an update of {subject} depends, and each rank holds rows of every tensor. "
-        "Declare it in the ShardConfig: `update_locality='element'` if an update depends on its own element alone; "
+        "Declare it in the ShardConfig: `update_locality='element'` if an update depends on its own element alone, not on the shape of its tensor; "
         "`update_locality='tensor'` with `optimizer_layout='tensors'` if it needs its whole tensor (norms, means, "
         "matrix products). If it needs all tensors together, replicate all states with the preset 'ddp'."
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.control import ControlGroup
@@ -21,7 +20,7 @@ from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, ParamSlice, assign_owners
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views
-from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.parameter import LocalParameter, ShardedParameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +113,11 @@ class OwnerExchange:
         owned = [(bucket, param_slice) for bucket in buckets for param_slice, _ in self._owned(bucket)]
         sizes = [(param_slice.numel, bucket.dtype) for bucket, param_slice in owned]
         values, grads = (arena(memory, "owned tensors", sizes, device) for _ in range(2))
-        self._values: dict[ShardedParameter, nn.Parameter] = {}
+        self._values: dict[ShardedParameter, LocalParameter] = {}
         self._grads: dict[ShardedParameter, torch.Tensor] = {}
         parameters = [parameter for bucket in buckets for _, parameter in self._owned(bucket)]
         for parameter, value, grad in zip(parameters, values, grads, strict=True):
-            self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
+            self._values[parameter] = LocalParameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
         staging = max((aligned_bytes(*self._staging_sizes(bucket, TENSORS_TO_OWNERS)) for bucket in buckets), default=0)
         self._staging = StagingPool(memory, "owner staging buffers", min(2, len(buckets)), staging, device)
@@ -136,12 +135,12 @@ class OwnerExchange:
         numels = (sum(assignment.rows_numels(self._index)), sum(assignment.whole_numels(self._index)))
         return [(sides * numel, bucket.dtype) for numel in numels]
 
-    def step_views(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
+    def step_views(self) -> Iterator[tuple[ShardedParameter, LocalParameter]]:
         """Each parameter and its tensor for a step. It is the whole tensor on the owner and an empty one elsewhere."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 value = self._values.get(parameter)
-                yield parameter, nn.Parameter(self._empty.to(parameter.dtype)) if value is None else value
+                yield parameter, LocalParameter(self._empty.to(parameter.dtype)) if value is None else value
 
     def owners(self) -> dict[ShardedParameter, int]:
         """The rank of the optimizer scope that updates each parameter."""
@@ -159,7 +158,7 @@ class OwnerExchange:
             for transfer in [self._send_to_owners(bucket) for bucket in self.buckets]:
                 transfer.wait()
         for parameter, value in self._values.items():
-            value.grad = None if parameter.raw_grad is None else self._grads[parameter]
+            value.grad = None if parameter.raw_grad is None else self._grads[parameter].detach()  # a script may keep it
 
     def to_shards(self) -> None:
         """Send the rows of new values from the owners to all shards. Collective.

@@ -1,19 +1,20 @@
 """Optimizers with odd tensor handling, or whose step raises, behave as on plain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from mics_strategy.errors import LifecycleError
+from mics_strategy.errors import ConfigError, LifecycleError
 from tests import models
 from tests.engine.loops import Body, Loop, Seen, assert_same_loop
 from tests.engine.optimizer.not_elementwise import Simple
 from tests.engine.training import Run, assert_same, presets, start, wholes
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 pytestmark = pytest.mark.wide
 
@@ -51,6 +52,106 @@ class KeepingValues(Simple):
     def update(self, p: Tensor, group: dict[str, Any]) -> None:
         before = self.state[p].get("before", p.data)
         self.state[p]["before"], p.data = p.data, p.data - group["lr"] * p.grad + 0.5 * (p.data - before)
+
+
+class KeepingGradientsElsewhere(Simple):
+    """Keeps the gradients of the last two steps themselves, in a list and in a tuple."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        recent, (previous, num) = state.setdefault("recent", []), state.get("previous", (p.grad, 0))
+        p.sub_(group["lr"] * (p.grad + 0.5 * previous * num + sum(recent)))
+        state["recent"], state["previous"] = [*recent[-1:], p.grad], (p.grad, num + 1)
+
+
+class StepsTwice(Simple):
+    """As SAM: keeps the first gradients themselves while the closure computes second ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        assert closure is not None
+        closed = torch.enable_grad()(closure)
+        closed()
+        parameters = self.param_groups[0]["params"]
+        first = [p.grad for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.01)
+        closed()
+        for p, grad in zip(parameters, first, strict=True):
+            p.sub_(0.1 * (p.grad + grad))
+
+
+class ByParameter(Simple):
+    """Decay, rates and initial values by parameter, which a script has made before."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        parameters = list(params)
+        super().__init__(parameters)
+        self.without_decay = {p for p in parameters if p.dim() < 2}
+        self.names = {p: f"{index}" for index, p in enumerate(parameters)}
+        for p in parameters[1:]:
+            p.rate = 0.5
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        if p not in self.without_decay:
+            p.mul_(0.9)
+        p.count = getattr(p, "count", 0) + 1
+        rate = group["lr"] * getattr(p, "rate", 2.0) / p.count
+        p.sub_(p.grad, alpha=rate * (2 if self.names[p] == "1" else 1))
+
+
+class Freezing(Simple):
+    """Decays what requires gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.requires_grad:
+                p.mul_(0.9)
+
+
+class FromItsOwnList(Simple):
+    """Goes around the groups."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.own = list(params)
+        super().__init__(self.own)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for p in self.own:
+            self.update(p, self.param_groups[0])
+
+
+class FromItsOwnListWithStates(FromItsOwnList):
+    """With momentum."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if "sum" not in state:
+            state["sum"] = torch.zeros_like(p)
+        p.sub_(group["lr"] * state["sum"].mul_(0.9).add_(p.grad))
+
+
+class ById(Simple):
+    """Rates by the address of a parameter."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.rates = {id(p): 0.1 for p in self.param_groups[0]["params"]}
+
+
+class WithStatesFromTheBeginning(Simple):
+    """Momentum that is made before the first step, with the shapes of parameters then."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.full_like(p, 0.01)
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return self.state[p]["sum"].mul_(0.9).add_(p.grad)
 
 
 class Freeing(Simple):
@@ -94,6 +195,28 @@ def stepping(loop: Loop, make: Callable[..., Optimizer], zeroes: bool) -> Seen:
     return seen
 
 
+def stepping_with_a_closure(loop: Loop) -> Seen:
+    optimizer, seen = StepsTwice(loop.parameters()), []
+
+    def closure(step: int) -> None:
+        optimizer.zero_grad()
+        loop.backward(step)
+
+    for step in range(4):
+        optimizer.step(partial(closure, step))
+        seen.append(loop.values())
+    return seen
+
+
+def freezing_in_turns(loop: Loop) -> Seen:
+    optimizer, seen = Freezing(loop.parameters()), []
+    for step in range(4):
+        loop.parameters()[0].requires_grad_(step % 2 == 1)
+        loop.step(step, optimizer)
+        seen.append(loop.values())
+    return seen
+
+
 def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
     """The loop goes on when a step has raised.
 
@@ -129,6 +252,12 @@ BODIES: dict[str, Body] = {
     "new memory": partial(stepping, make=NewData, zeroes=True),
     "gradients kept": partial(stepping, make=KeepingGradients, zeroes=True),
     "values kept": partial(stepping, make=KeepingValues, zeroes=True),
+    "gradients kept in containers": partial(stepping, make=KeepingGradientsElsewhere, zeroes=True),
+    "gradients kept through a closure": stepping_with_a_closure,
+    "choices by parameter": partial(stepping, make=ByParameter, zeroes=True),
+    "a list of its own": partial(stepping, make=FromItsOwnList, zeroes=True),
+    "states from the beginning": partial(stepping, make=WithStatesFromTheBeginning, zeroes=True),
+    "a parameter frozen in turns": freezing_in_turns,
     "gradients dropped": partial(stepping, make=Freeing, zeroes=False),
     "gradients dropped by a subclass": partial(stepping, make=partial(FreeingAfterwards, lr=0.1), zeroes=False),
     "after a step that raised": partial(after_raising, zeroes_first=False),
@@ -144,6 +273,37 @@ def test_odd_optimizer_behaves_as_on_the_plain_model(
 ) -> None:
     runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES, update_locality="element")]
     assert_same_loop(ranks, 2, runs, BODIES[body])
+
+
+@pytest.mark.parametrize("body", ["gradients kept in containers", "choices by parameter", "states from the beginning"])
+def test_odd_optimizer_of_whole_tensors_behaves_as_on_the_plain_model(ranks: RankPool, body: str) -> None:
+    configs = presets(("zero1", "mics"), update_locality="tensor", optimizer_layout="tensors")
+    runs = [Run(case=models.mlp, config=config, accumulation=2) for config in configs]
+    assert_same_loop(ranks, 2, runs, BODIES[body])
+
+
+def step_twice(ctx: RankContext, run: Run, make: Callable[..., Optimizer]) -> None:
+    training = start(ctx, run)
+    optimizer = make(training.model.parameters())
+    for step in range(2):
+        training.loss(step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "told"),
+    [
+        (FromItsOwnListWithStates, {"update_locality": "element"}, LifecycleError, "from a list of its own"),
+        (FromItsOwnList, {"update_locality": "tensor", "optimizer_layout": "tensors"}, LifecycleError, "of its own"),
+        (ById, {"update_locality": "element"}, ConfigError, r"`ById.rates` has the `id\(\)` of parameters"),
+    ],
+)
+def test_a_step_around_its_groups_is_refused(
+    ranks: RankPool, make: Callable[..., Optimizer], options: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    [config] = presets(("zero1",), **options)
+    run = Run(case=models.mlp, config=config)
+    raises_on_every_rank(lambda: ranks(2, step_twice, run, make), error, told)
 
 
 def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, Tensor]:
