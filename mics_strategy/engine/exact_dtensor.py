@@ -304,7 +304,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     has_rows = bool(plain) and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact)
     is_mixed = mixes_plain(func, args, kwargs, has_rows=has_rows)
-    for each in plain if has_rows and (func._schema.is_mutable or not is_mixed) else ():
+    written = list(written_by(func, args, kwargs))
+    becomes_part = has_rows and (not is_mixed or any(is_sharded(gathered_views.base_of(each)) for each in written))
+    for each in plain if becomes_part else ():
         if each.layout is torch.strided:
             compare_value(digest_of_places(each), exact[0], origin)
     if is_mixed or (func in _FILLED_BY_BACKWARDS and in_backward()):
@@ -316,7 +318,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         result = _run_on_shards(func, args, kwargs, exact[0], origin)
     shared = None
-    for tensor in written_by(func, args, kwargs):
+    for tensor in written:
         if tensor.mics_memory is not None:
             tensor.mics_memory.writes.num += 1
         if tensor.mics_gathered is not None:

@@ -211,6 +211,31 @@ def test_writes_may_have_any_order(ranks: RankPool) -> None:
     ranks(2, by_names_in_any_order)
 
 
+def plain_tensors_are_written(ctx: RankContext, preset: str) -> None:
+    """Job: a rank's own tensors take in what shards hold."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shard(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    average, copied = torch.full((WIDTH, WIDTH), float(ctx.rank)), torch.full((WIDTH, WIDTH), float(ctx.rank))
+    for step in range(3):
+        out = torch.full((2, WIDTH), float(ctx.rank + step)) * model(torch.randn(2, WIDTH))
+        out += model[1].bias
+        out.addmm_(torch.full((2, WIDTH), float(ctx.rank)), model[1].weight.t())
+        out.square().mean().backward()
+        weight = model[0].weight.data
+        average.lerp_(weight, 0.1)
+        copied[0] = weight[ctx.rank % 2 if preset == "ddp" else 1]
+        torch.mul(weight, 2, out=copied)
+        torch._foreach_copy_([copied], [weight])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
+def test_plain_tensors_of_each_rank_may_be_written(ranks: RankPool, preset: str) -> None:
+    ranks(2, plain_tensors_are_written, preset)
+
+
 def after_the_end_of_the_job(ctx: RankContext) -> None:
     """Job: shards are read and written when there are no process groups any more."""
     dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -10,8 +11,12 @@ from mics_strategy.errors import CheckpointError
 
 
 def stepped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Other optimizers that this one holds, over some of the same parameters."""
-    others = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
+    """Other optimizers that this one holds, itself or in a list or dict, over some of the same parameters."""
+    held: list[Any] = []
+    for value in vars(optimizer).values():
+        is_dict = isinstance(value, dict) and value is not optimizer.state
+        held += value.values() if is_dict else value if isinstance(value, (list, tuple)) else (value,)
+    others = [each for each in held if isinstance(each, Optimizer) and each is not optimizer]
     if not others:
         return []
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

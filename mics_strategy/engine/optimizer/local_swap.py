@@ -46,7 +46,7 @@ class _SwappedParam:
         states: States as DTensors, by name, while the optimizer holds local ones.
         is_stepped: Whether the parameter has a gradient in this step.
         shown_grad: Gradient that the local tensor was given; None without one.
-        version: Version of the sharded parameter's rows when the optimizer was given the local tensor.
+        version: Version of an owned parameter when the optimizer was given the local tensor.
     """
 
     sharded: ShardedParameter
@@ -119,12 +119,15 @@ class _SwappedParam:
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
-    def is_bypassed(self, state: dict[Any, Any]) -> bool:
-        """Whether a step has computed with the sharded parameter, whose states and whose new values would be lost."""
-        is_written = self.owner is not None and self.sharded.local._version != self.version
-        return is_written or any(
-            is_sharded(value) and value.dim() and value.shape == self.sharded.shape for value in state.values()
-        )
+    @property
+    def is_written(self) -> bool:
+        """Whether a step has written to the sharded parameter, which its owner's values will replace."""
+        return self.owner is not None and self.sharded._version != self.version
+
+    def has_sharded(self, state: dict[Any, Any]) -> bool:
+        """Whether a step has computed states of the sharded parameter, which the next one would not understand."""
+        shape = self.sharded.shape
+        return any(is_sharded(value) and value.dim() and value.shape == shape for value in state.values())
 
     def wrap(self, state: dict[Any, Any], written: set[int]) -> None:
         """Replace local tensors by DTensors like the parameter, in place.
@@ -249,7 +252,7 @@ class LocalParamSwap:
                 if state is not None:
                     param.unwrap(state)
                     states[param.local] = state
-                param.version = param.sharded.local._version
+                param.version = 0 if param.owner is None else param.sharded._version
         self.is_local = True
         self._random_states = self.target.random.begin()
 
@@ -261,7 +264,7 @@ class LocalParamSwap:
         """
         if not self.is_local:
             return
-        bypassed: _SwappedParam | None = None
+        bypassed = next((param for param in self._params.values() if param.is_written), None)  # `writes` grow below
         self.is_local = False
         self.target.random.end(self._random_states)
         by_local = self._by_local
@@ -271,9 +274,9 @@ class LocalParamSwap:
         with fast_attributes():
             for param in self._params.values():
                 is_moved = param.local.data_ptr() != param.address
-                state, written = states.pop(param.local, None), {param.swap_grad_out()}
-                bypassed = param if param.is_bypassed(state or {}) else bypassed
+                state, written = states.pop(param.local, None), {param.swap_grad_out()} - {0}  # the address of nothing
                 if state is not None:
+                    bypassed = param if param.has_sharded(state) else bypassed
                     param.wrap(state, {*written, param.address} if is_moved else written)
                     states[param.sharded] = state
                 if is_moved:

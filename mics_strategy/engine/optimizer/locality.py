@@ -114,14 +114,17 @@ def _locality_of(optimizer: Optimizer, group: dict[str, Any], declared: str) -> 
     subject = f"`{cls.__module__}.{cls.__qualname__}`" + (f" with `{option}`" if option else "")
     raise ConfigError(
         f"It is not known on which elements an update of {subject} depends, and each rank holds rows of every tensor. "
-        "Declare it in the ShardConfig: `update_locality='element'` if an update depends on its own element alone, not on the shape of its tensor; "
-        "`update_locality='tensor'` with `optimizer_layout='tensors'` if it needs its whole tensor (norms, means, "
-        "matrix products). If it needs all tensors together, replicate all states with the preset 'ddp'."
+        "Declare it in the ShardConfig: `update_locality='element'` if an update depends on its own element alone, and "
+        "not on the tensor's shape; `update_locality='tensor'` with `optimizer_layout='tensors'` if it needs its whole "
+        "tensor (norms, means, matrix products). If it needs all tensors together, replicate all states with the "
+        "preset 'ddp'."
     )
 
 
 def _known_locality(cls: type[Optimizer]) -> UpdateLocality | None:
     package = cls.__module__.partition(".")[0]
+    if getattr(cls.step, "__module__", "").partition(".")[0] not in (package, "torch"):
+        return None  # a script has replaced its step
     for locality, names_by_package in zip(UpdateLocality, (_ELEMENTWISE, _PER_TENSOR, _GLOBAL), strict=True):
         if cls.__qualname__ in names_by_package.get(package, "").split():
             return locality

@@ -154,6 +154,19 @@ class WithStatesFromTheBeginning(Simple):
         return self.state[p]["sum"].mul_(0.9).add_(p.grad)
 
 
+class Combined(Optimizer):
+    """Several optimizers as one, for one scheduler."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
 class Freeing(Simple):
     """Drops each gradient that it has used."""
 
@@ -217,6 +230,34 @@ def freezing_in_turns(loop: Loop) -> Seen:
     return seen
 
 
+def combined_later(loop: Loop) -> Seen:
+    """With the states of the steps before."""
+    parameters = loop.parameters()
+    inner = [SGD(parameters[start::2], lr=0.1, momentum=0.9) for start in (0, 1)]
+    for optimizer in inner:
+        loop.backward(0)
+        optimizer.step()
+        loop.model.zero_grad()
+    combined, seen = Combined([*inner]), []
+    for step in range(1, 4):
+        loop.step(step, combined)
+        seen.append(loop.values())
+    states = [each.state[p]["momentum_buffer"] for each in inner for p in each.param_groups[0]["params"]]
+    return [*seen, wholes({f"{index}": value for index, value in enumerate(states)})]
+
+
+def with_states_changed_by_hand(loop: Loop) -> Seen:
+    """A slow average among the states of the optimizer."""
+    optimizer, seen = SGD(loop.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(5):
+        loop.step(step, optimizer)
+        for p in loop.parameters():
+            slow = optimizer.state[p].setdefault("slow", p.detach().clone())
+            p.data.copy_(slow.lerp_(p.detach(), 0.5))
+        seen.append(loop.values())
+    return seen
+
+
 def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
     """The loop goes on when a step has raised.
 
@@ -257,6 +298,8 @@ BODIES: dict[str, Body] = {
     "choices by parameter": partial(stepping, make=ByParameter, zeroes=True),
     "a list of its own": partial(stepping, make=FromItsOwnList, zeroes=True),
     "states from the beginning": partial(stepping, make=WithStatesFromTheBeginning, zeroes=True),
+    "optimizers in a list": combined_later,
+    "states changed by hand": with_states_changed_by_hand,
     "a parameter frozen in turns": freezing_in_turns,
     "gradients dropped": partial(stepping, make=Freeing, zeroes=False),
     "gradients dropped by a subclass": partial(stepping, make=partial(FreeingAfterwards, lr=0.1), zeroes=False),
@@ -280,6 +323,22 @@ def test_odd_optimizer_of_whole_tensors_behaves_as_on_the_plain_model(ranks: Ran
     configs = presets(("zero1", "mics"), update_locality="tensor", optimizer_layout="tensors")
     runs = [Run(case=models.mlp, config=config, accumulation=2) for config in configs]
     assert_same_loop(ranks, 2, runs, BODIES[body])
+
+
+def step_patched(ctx: RankContext, run: Run) -> None:
+    def clipped(optimizer: SGD, closure: Callable[[], Any] | None = None) -> None:
+        original(optimizer, closure)
+
+    original = SGD.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGD, "step", clipped)
+        start(ctx, run).step(0)
+
+
+def test_a_known_class_with_another_step_is_not_known(ranks: RankPool) -> None:
+    [config] = presets(("zero1",))
+    run = Run(case=models.mlp, config=config, optimizer="sgd")
+    raises_on_every_rank(lambda: ranks(2, step_patched, run), ConfigError, "Declare it in the ShardConfig")
 
 
 def step_twice(ctx: RankContext, run: Run, make: Callable[..., Optimizer]) -> None:
