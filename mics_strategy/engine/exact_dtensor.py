@@ -35,7 +35,6 @@ from mics_strategy.comm.placement import (
     ReplicaRandom,
     agreed_number,
     are_equal,
-    compare_value,
     is_partial,
     is_replicated,
     is_sharded,
@@ -53,7 +52,7 @@ from mics_strategy.engine.op_schema import is_view, tensors_in, written_by
 from mics_strategy.engine.origins import moment, origin_now, origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
-from mics_strategy.engine.tensor_memory import TensorMemory, digest_of_places, follow_overwritten
+from mics_strategy.engine.tensor_memory import TensorMemory, compare_values, follow_overwritten
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.engine.user_collectives import run_collective
 from mics_strategy.errors import LifecycleError
@@ -289,9 +288,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [a for a in args if isinstance(a, torch.Tensor)] if is_flat else tensors_in((args, kwargs))
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     if any(tensor.mics_is_own for tensor in exact):
-        plain_args, plain_kwargs = op_schema.map_arguments(ExactDTensor, _plain_if_own, args, kwargs)
-        result, returned = func(*plain_args, **plain_kwargs), op_schema.written_arguments(func, args, kwargs)
-        return result if returned is None else returned
+        return _run_with_own(func, args, kwargs)
     follow_overwritten(func, args)
     origin = origin_of(func, args, kwargs)
     for tensor in exact:
@@ -305,10 +302,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_rows = bool(plain) and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact)
     is_mixed = mixes_plain(func, args, kwargs, has_rows=has_rows)
     written = list(written_by(func, args, kwargs))
-    becomes_part = has_rows and (not is_mixed or any(is_sharded(gathered_views.base_of(each)) for each in written))
-    for each in plain if becomes_part else ():
-        if each.layout is torch.strided:
-            compare_value(digest_of_places(each), exact[0], origin)
+    if has_rows and (not is_mixed or any(is_sharded(gathered_views.base_of(each)) for each in written)):
+        compare_values(plain, exact[0], origin)
     if is_mixed or (func in _FILLED_BY_BACKWARDS and in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif op_schema.fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
@@ -335,8 +330,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result if returned is None else returned
 
 
-def _plain_if_own(tensor: ExactDTensor) -> torch.Tensor:
-    return tensor._local_tensor if tensor.mics_is_own else tensor
+def _run_with_own(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation with plain tensors in the place of those that are each rank's own."""
+
+    def plain(tensor: ExactDTensor) -> torch.Tensor:
+        return tensor._local_tensor if tensor.mics_is_own else tensor
+
+    plain_args, plain_kwargs = op_schema.map_arguments(ExactDTensor, plain, args, kwargs)
+    result, returned = func(*plain_args, **plain_kwargs), op_schema.written_arguments(func, args, kwargs)
+    return result if returned is None else returned
 
 
 def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 
-from mics_strategy.comm.placement import words_of
+from mics_strategy.comm.placement import compare_value, words_of
 from mics_strategy.errors import LifecycleError
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
@@ -231,3 +231,10 @@ def digest_of_places(values: torch.Tensor) -> torch.Tensor:
     num_rows, rest = divmod(len(words), _DIGEST_WIDTH)
     columns = words[rest:].view(num_rows, _DIGEST_WIDTH).sum(0, dtype=torch.int64)
     return (columns * weights).sum() + (words[:rest] * weights[:rest]).sum()
+
+
+def compare_values(plain: list[torch.Tensor], like: ExactDTensor, origin: str) -> None:
+    """Let the next step compare plain tensors that become part of shards. See `comm.placement.compare_value`."""
+    for tensor in plain:
+        if tensor.layout is torch.strided:
+            compare_value(digest_of_places(tensor), like, origin)

@@ -119,25 +119,18 @@ class _SwappedParam:
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
-    @property
-    def is_written(self) -> bool:
-        """Whether a step has written to the sharded parameter, which its owner's values will replace."""
-        return self.owner is not None and self.sharded._version != self.version
-
-    def has_sharded(self, state: dict[Any, Any]) -> bool:
-        """Whether a step has computed states of the sharded parameter, which the next one would not understand."""
-        shape = self.sharded.shape
-        return any(is_sharded(value) and value.dim() and value.shape == shape for value in state.values())
-
-    def wrap(self, state: dict[Any, Any], written: set[int]) -> None:
+    def wrap(self, state: dict[Any, Any], written: set[int]) -> _SwappedParam | None:
         """Replace local tensors by DTensors like the parameter, in place.
 
         Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
         tensors, which only the owner has.
 
         States at an address of `written`, views of the gradient and values that were replaced, are copied.
+
+        Returns:
+            This parameter if the step has computed states of the sharded one, which the next would not understand.
         """
-        shape = self.storage.shape
+        shape, bypassed = self.storage.shape, None
         for key, value in state.items():
             dtensor = self.states.get(key)
             if dtensor is not None and dtensor._local_tensor is value and value.data_ptr() not in written:
@@ -146,7 +139,10 @@ class _SwappedParam:
                 kept = state[key] = value.clone() if value.data_ptr() in written else value
                 if self.owner is None and value.shape == shape and value.dim():
                     state[key] = self.sharded.like_self(kept, f"`{key}` of {self.sharded.mics_origin}")
+            elif is_sharded(value) and value.dim() and value.shape == self.sharded.shape:
+                bypassed = self
         self.states.clear()
+        return bypassed
 
 
 class LocalParamSwap:
@@ -264,7 +260,8 @@ class LocalParamSwap:
         """
         if not self.is_local:
             return
-        bypassed = next((param for param in self._params.values() if param.is_written), None)  # `writes` grow below
+        owned = [param for param in self._params.values() if param.owner is not None] if self.exchanges else []
+        bypassed = next((p for p in owned if p.sharded._version != p.version), None)  # before `writes` grow below
         self.is_local = False
         self.target.random.end(self._random_states)
         by_local = self._by_local
@@ -276,8 +273,7 @@ class LocalParamSwap:
                 is_moved = param.local.data_ptr() != param.address
                 state, written = states.pop(param.local, None), {param.swap_grad_out()} - {0}  # the address of nothing
                 if state is not None:
-                    bypassed = param if param.has_sharded(state) else bypassed
-                    param.wrap(state, {*written, param.address} if is_moved else written)
+                    bypassed = param.wrap(state, {*written, param.address} if is_moved else written) or bypassed
                     states[param.sharded] = state
                 if is_moved:
                     param.restore_storage()
