@@ -100,6 +100,14 @@ class UnshardedParameter(nn.Parameter):
             self.copy_(value)
 
     @override
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        """Freeze or unfreeze the parameter in both of its forms."""
+        sharded = self.mics_link.sharded(self.mics_position)
+        if sharded is not None and sharded.requires_grad != requires_grad:
+            sharded.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    @override
     def register_post_accumulate_grad_hook(self, hook: object) -> NoReturn:
         """Refuse: the engine takes each gradient away before such a hook sees it."""
         raise LifecycleError(
@@ -148,9 +156,13 @@ class SavedVersions:
         _set_versions(self._parameters, self._resharded)
 
     def written(self) -> list[int]:
-        """Positions of the parameters that were written to since `unshard`."""
+        """Positions of the parameters that were written to since `unshard`; none where they are resharded."""
         versions = self._versions()
-        return [] if versions == self._valid else [i for i, valid in enumerate(self._valid) if versions[i] != valid]
+        return (
+            []
+            if versions in (self._valid, self._resharded)
+            else [i for i, valid in enumerate(self._valid) if versions[i] != valid]
+        )
 
     def accept_writes(self, content: int) -> None:
         """Accept written values as those of the bucket at its version `content`."""

@@ -363,6 +363,11 @@ class Bucket:
         self.unsharded.saved_versions.accept_writes(self.version)
         return True
 
+    def keep_late_writes(self) -> None:
+        """Keep what a script has written, outside of a backward, into parameters that a forward has handed out."""
+        if torch._C._current_graph_task_id() == -1 and self.keep_writes():
+            self.versions.unsharded = self.version  # all ranks have written the same, so nothing is to be gathered
+
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's part of the full parameter `value`."""
         param_slice = self.layout.param_slices[position]

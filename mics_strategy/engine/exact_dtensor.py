@@ -326,8 +326,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             shared = base
     if shared is not None:  # ranks have other rows of it; that replicas are equal is checked elsewhere
         record_alike(shared, f"the write {origin}", on_replicas=False)
-    returned = op_schema.written_arguments(func, args, kwargs)
-    return result if returned is None else returned
+    return op_schema.returned_by(func, args, kwargs, result)
 
 
 def _run_with_own(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,8 +336,7 @@ def _run_with_own(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return tensor._local_tensor if tensor.mics_is_own else tensor
 
     plain_args, plain_kwargs = op_schema.map_arguments(ExactDTensor, plain, args, kwargs)
-    result, returned = func(*plain_args, **plain_kwargs), op_schema.written_arguments(func, args, kwargs)
-    return result if returned is None else returned
+    return op_schema.returned_by(func, args, kwargs, func(*plain_args, **plain_kwargs))
 
 
 def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

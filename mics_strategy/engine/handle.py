@@ -75,6 +75,7 @@ class Sharded:
                     sharded.__dict__.update(plain[sharded.mics_name].__dict__)
                     bucket.unsharded.params[position].__dict__ = sharded.__dict__  # attributes that a script sets
                     sharded.mics_link, sharded.mics_position = link, position
+                    sharded.mics_memory.finish = link.keep_writes
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params
 

@@ -339,6 +339,12 @@ class EngineLink:
         if gradient is not None:
             gradient.feedback.settle(position)
 
+    def keep_writes(self) -> None:
+        """Bring to the shards what a script has written into unsharded parameters, before a shard is read."""
+        bucket = self._bucket()
+        if bucket is not None:
+            bucket.keep_late_writes()
+
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `parameter.GradientLink`."""
         bucket = self._bucket()

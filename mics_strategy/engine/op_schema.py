@@ -57,17 +57,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
                 yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
-def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation that writes in place, or to `out=`, returns; else None."""
+def returned_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What an operation returns: the arguments that it writes to, in place or to `out=`, or else its `result`."""
     if not func._schema.is_mutable or not func._schema.returns:
-        return None
+        return result
     written = [
         args[position] if position < len(args) else kwargs.get(argument.name)
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if len(written) < len(func._schema.returns):
-        return None
+        return result
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 

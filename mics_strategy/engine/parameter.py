@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._foreach_utils import _foreach_supported_types
+from torch.optim.optimizer import _foreach_supported_types
 from typing_extensions import override
 
 from mics_strategy.comm.placement import ShardPlacement, compare_value, full_tensor, is_sharded, like_tensor

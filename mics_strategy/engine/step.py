@@ -206,16 +206,17 @@ class Engine:
             self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
             self._global_order.agree(self.reducer.groups.agree_on(self.order.forward_units, "units that ran"))
         self.reducer.finish()
-        self.finish_all_gathers()
+        self.settle_params()
         self.on_gradients()
 
-    def finish_all_gathers(self) -> None:
-        """Wait for all-gathers in flight: shards that they send will be written to.
+    def settle_params(self) -> None:
+        """Wait for all-gathers in flight, and keep late writes: shards will be written to.
 
-        Some are for other ranks alone, or left of a forward that an exception has ended.
+        Some all-gathers are for other ranks alone, or left of a forward that an exception has ended.
         """
         for unit in self.units:
             unit.finish_unshard()
+            unit.keep_late_writes()
 
     def post_step(self, parameters: Iterable[ShardedParameter]) -> None:
         """Count the step; forget pending calls; sync parameters if that is due now.

@@ -99,7 +99,7 @@ class TensorMemory:
     Attributes:
         has_checks: Whether any memory of this process has `assigned` or `may_have_node`, or has had.
         writes: Count of writes to it, and to what else the engine counts with it.
-        finish: Ends pending reductions into a gradient, before it is read. Collective.
+        finish: Ends pending reductions into a gradient (collective), or keeps late writes into a parameter.
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         gathered: Returns the gathered values that views of it share, or None.
         shared: Living aliases and views, by id; not the engine's own tensor.

@@ -163,6 +163,7 @@ class Unit:
     def evict(self) -> None:
         """Give up the slot."""
         self.finish_unshard()
+        self.keep_late_writes()
         if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
                 f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the "
@@ -170,6 +171,11 @@ class Unit:
                 "`prefetch`."
             )
         self._reshard()
+
+    def keep_late_writes(self) -> None:
+        """Keep what a script has written, after a forward, into parameters that the forward has handed out."""
+        for bucket in self.buckets:
+            bucket.keep_late_writes()
 
     def reshard_if_changed(self) -> None:
         """Refuse accesses to values that are older than the parameters."""

@@ -18,7 +18,7 @@ from torch._dynamo import convert_frame
 from torch.utils._device import _device_constructors
 
 from mics_strategy.comm.codecs import quantizer
-from mics_strategy.engine import parameter, storage_guard
+from mics_strategy.engine import bucket, parameter, storage_guard
 from mics_strategy.engine.rank_agreement import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocate, allocation_of, kind_of, real_device
@@ -65,10 +65,13 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "default_generators", generators))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))
         stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
-        own_storage = _or_original(lambda view: view.data, parameter._with_own_storage)  # a slice of it is not marked
-        stack.enter_context(mock.patch.object(parameter, "_with_own_storage", own_storage))
-        guarded = _or_original(_same_allocation(storage_guard._with_own_storage), storage_guard._with_own_storage)
-        stack.enter_context(mock.patch.object(storage_guard, "_with_own_storage", guarded))
+        own_storage = storage_guard.with_own_storage
+        for user, fake in (
+            (parameter, lambda view: view.data),  # a slice of its storage would not be marked
+            (bucket, lambda view: view.data),
+            (storage_guard, _own_storage),
+        ):
+            stack.enter_context(mock.patch.object(user, "with_own_storage", _or_original(fake, own_storage)))
         stack.enter_context(mock.patch.object(quantizer, "load_kernels", kernels.loader(quantizer.load_kernels)))
         stack.enter_context(watched(_works_here))
         yield
@@ -84,16 +87,14 @@ def _named(name: str, fake: Callable[[Any], Any]) -> property:
     return named
 
 
-def _same_allocation(alias: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Mark the storage of an alias as the pretended memory that it is."""
-
-    def marked(memory: torch.Tensor) -> torch.Tensor:
-        aliased, allocation = alias(memory), allocation_of(memory)
-        if allocation is not None:
-            allocate(aliased, allocation)
-        return aliased
-
-    return marked
+def _own_storage(view: torch.Tensor) -> torch.Tensor:
+    """As `storage_guard.with_own_storage`, marked as the memory that it is, all of it: places are compared in it."""
+    storage: Any = view.untyped_storage()[:]
+    alias = torch.empty(0, dtype=view.dtype).set_(storage, view.storage_offset(), view.shape, view.stride())
+    allocation = allocation_of(view)
+    if allocation is not None:
+        allocate(alias, allocation)
+    return alias
 
 
 def _autocast(original: Callable[..., None]) -> Callable[..., None]:

@@ -35,7 +35,7 @@ def test_without_it_something_is_found(what: str, preset: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_write_to_masters_that_are_gathered_is_found(dtype: str) -> None:
-    with mock.patch.object(Engine, "finish_all_gathers"):
+    with mock.patch.object(Engine, "settle_params"):
         found = run(config_of("mics", param_dtype=dtype), interrupted).races
     assert any(line.startswith("race") for line in found)
 

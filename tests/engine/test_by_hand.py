@@ -277,6 +277,25 @@ def average_is_kept_and_used(model: Model) -> None:
         kept.view(-1)[:1].copy_(parameter.view(-1)[:1])
 
 
+def weights_that_a_forward_has_handed_out_are_written(model: Model) -> None:
+    """After it, and read in it after a write there."""
+    kept: list[nn.Parameter] = []
+    weight = model.layers[2].weight
+
+    def change(module: nn.Module, *_: object) -> None:
+        module.weight.data.mul_(0.9)
+        module.weight.data.add_(0.01 * whole(weight).detach().norm())
+        kept.append(module.weight)
+
+    handle = model.layers[2].register_forward_hook(change)
+    with torch.no_grad():
+        model(torch.ones(2, 4, dtype=weight.dtype))
+    handle.remove()
+    kept[0].data.clamp_(max=0.2)
+    weight.grad.mul_(weight.detach().norm())
+    kept[0].data.mul_(0.9)
+
+
 def norms_are_added_up(model: Model) -> None:
     """In tensors that are plain."""
     total, each = torch.zeros((), dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
@@ -397,6 +416,7 @@ BEFORE_STEPS = (
     plain_gradients_are_set,
     step_is_skipped_by_a_guard,
     gradients_are_clipped_by_hand,
+    weights_that_a_forward_has_handed_out_are_written,
     norms_are_added_up,
     results_of_whole_tensors_are_set,
     gradients_are_kept_across_a_second_backward,

@@ -153,7 +153,7 @@ def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callab
         swap.sync_owned()
         result = closure()
         target.engine.finish_gradients()
-        target.engine.finish_all_gathers()
+        target.engine.settle_params()
         swap.swap_in()
         return result
 
@@ -197,7 +197,7 @@ def _swap_in(
         args, kwargs, swap = model.before(optimizer, args, kwargs)
         if swap is not None:
             swap.target.engine.finish_gradients()
-            swap.target.engine.finish_all_gathers()
+            swap.target.engine.settle_params()
             swap.swap_in()
     return args, kwargs
 
