@@ -18,9 +18,11 @@ Issues = "{home}/issues"
 
 
 def prepare(root: Path, home: str, tag: str) -> None:
-    """Make the links of README.md absolute, and add the addresses to pyproject.toml."""
+    """Make links and pictures of README.md absolute, and add the addresses to pyproject.toml."""
     readme, project = root / "README.md", root / "pyproject.toml"
-    text = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", rf"]({home}/blob/{tag}/\1)", readme.read_text())
+    relative = r"\]\((?!\w+:|#)([^)]+)\)"
+    text = re.sub(rf"(!\[[^]]*){relative}", rf"\1]({home}/raw/{tag}/\2)", readme.read_text())
+    text = re.sub(relative, rf"]({home}/blob/{tag}/\1)", text)
     readme.write_text(text)
     project.write_text(project.read_text() + URLS.format(home=home, tag=tag))
 

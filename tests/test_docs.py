@@ -21,12 +21,19 @@ pytestmark = pytest.mark.wide
 
 DOCS = Path(__file__).parents[1] / "docs"
 PRESETS: dict[str, Any] = runpy.run_path(str(DOCS / "presets.py"))
+PICTURES: dict[str, Any] = runpy.run_path(str(DOCS / "pictures.py"))
 STATES = ("master shards", "parameter shards", "secondary shards", "unsharded parameters", "gradients")
 STATES += ("reduced gradients",)
 
 
 def test_the_page_of_presets_is_as_its_program_writes_it() -> None:
     assert (DOCS / "presets.md").read_text() == PRESETS["page"](), "run: python -m docs.presets"
+
+
+def test_the_pictures_are_as_their_program_draws_them() -> None:
+    drawn = {name: draw() for name, draw in PICTURES["PICTURES"].items()}
+    present = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
+    assert present == drawn, "run: python -m docs.pictures"
 
 
 def test_every_preset_has_a_reason() -> None:

@@ -17,8 +17,10 @@ def test_links_hold_on_the_page_of_an_index(tmp_path: Path) -> None:
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     runpy.run_path(str(ROOT / ".github" / "prepare_release.py"))["prepare"](tmp_path, HOME, "v1.2.3")
-    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    text = (tmp_path / "README.md").read_text()
+    links, pictures = (re.findall(rf"{mark}\[[^]]*\]\(([^)]+)\)", text) for mark in ("", "!"))
     assert f"{HOME}/blob/v1.2.3/docs/index.md" in links
+    assert pictures == [f"{HOME}/raw/v1.2.3/docs/pictures/groups.svg"]  # a blob is a page around the picture
     assert [link for link in links if not link.startswith("https://")] == []
     urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
     files = [url.removeprefix(f"{HOME}/blob/v1.2.3/") for url in urls.values() if "/blob/" in url]
