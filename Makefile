@@ -5,8 +5,8 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: venv test test-comm test-engine test-rest test-slow test-slow-engine test-slow-recipes test-slow-rest
-.PHONY: test-all gpu demo docs lint clean
+.PHONY: venv test coverage test-comm test-engine test-rest test-slow test-slow-engine test-slow-recipes test-slow-rest
+.PHONY: test-all gpu demo docs links lint clean
 
 venv: $(STAMP)
 
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
 # Hundreds of interpreters are started: none compiles again what another one has, whatever the environment says of it.
-TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(CASES)
+TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python $(UNDER) -m pytest $(CASES)
 # What they print is passed on line by line, so that no line of one is in a line of another.
 BY_LINE = 2>&1 | sed --unbuffered ""
 SIDE_BY_SIDE = $(MAKE) --jobs=3 --keep-going
@@ -68,6 +68,13 @@ test-all:
 	$(MAKE) test
 	$(MAKE) test-slow
 
+# Lines and branches of the package and the recipes that the fast tier takes, on ranks and in interpreters also.
+coverage: venv
+	$(VENV)/bin/python -m coverage erase
+	$(MAKE) test UNDER="-m coverage run"
+	$(VENV)/bin/python -m coverage combine --quiet
+	$(VENV)/bin/python -m coverage report --sort=cover
+
 # On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
 OUT ?= gpu-results
 gpu:
@@ -80,6 +87,9 @@ demo: venv
 # -E writes all pages: each has the sidebar of all.
 docs: $(DOCS_STAMP)
 	$(VENV)/bin/python -m sphinx -E -W --keep-going docs docs/_build/html
+
+links: $(DOCS_STAMP)
+	$(VENV)/bin/python -m sphinx -E -b linkcheck docs docs/_build/links
 
 $(DOCS_STAMP): $(STAMP)
 	if command -v uv > /dev/null; then \

@@ -34,6 +34,8 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # those that GitHub makes, to which the pages link
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target"]  # "30\n% of" is text, as on GitHub
 
+linkcheck_anchors = False  # GitHub's pages make theirs with a script
+
 default_role = "code"  # docstrings write `names` in single backticks
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_ivar = True  # attributes in a list, not each as an entry of its own

@@ -74,6 +74,8 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
             reply = _run(job)
             sys.stdout.flush()
             sys.stderr.flush()
+            if "coverage" in sys.modules:  # `make coverage`; the pool will kill this rank
+                sys.modules["coverage"].Coverage.current().save()
             connection.send_bytes(_pickled(reply))
             if reply.failure or reply.cleanup_failure:
                 return

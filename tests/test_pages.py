@@ -38,6 +38,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [str(target) for target in links(page) if not target.exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and the site make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_anchor_is_a_heading(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", without_blocks(page.read_text()))
+    files = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in targets]
+    assert [(file.name, anchor) for file, anchor in files if anchor not in anchors(file)] == []
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     reached, due = set(), [INDEX]
     while due:
