@@ -31,10 +31,11 @@ def write_environment(folder: Path, recipe: Recipe, num_ranks: int) -> None:
     _write(folder, {name: text for name, text in facts.items() if text})
 
 
-def end_environment(folder: Path) -> None:
-    """Add the time at which the run ends."""
+def end_environment(folder: Path, sample: str) -> None:
+    """Add the time at which the run ends, and what the trained model wrote; empty for nothing."""
     if (folder / ENVIRONMENT).is_file():
         facts = json.loads((folder / ENVIRONMENT).read_text())
+        facts |= {"text by the model": sample} if sample else {}
         _write(folder, {**facts, _ENDED: _now().isoformat(timespec="seconds")})
 
 

@@ -66,7 +66,7 @@ class ClosingReport(Callback):
         if trainer.should_stop:
             return
         traffic = traffic_of(trainer)  # before the forwards of the sample, which also communicate
-        parts = [loss_summary(self.history)]
+        parts, text = [loss_summary(self.history)], ""
         if self.sample.num_tokens and self.tokenizer is not None:
             text = write_sample(trainer, pl_module, self.tokenizer, self.sample, max_context=self.max_context)
             parts.append(f"The model continues {self.sample.prompt!r}:\n  {text}")
@@ -78,7 +78,7 @@ class ClosingReport(Callback):
         if trainer.is_global_zero:
             print("\n" + "\n\n".join(filter(None, parts)), flush=True)
             write_engine_account(self.folder, trainer, traffic)
-            end_environment(self.folder)
+            end_environment(self.folder, text)
             print(f"\nThe report is {write_page(self.folder)}", flush=True)
 
 

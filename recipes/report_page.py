@@ -1,14 +1,16 @@
 """The report of a run as one HTML file without references to others: `python -m recipes.report_page RUN_FOLDER`.
 
 A run writes the page when it ends. The command makes it again from the files of the run, also while the run goes on.
+Of two folders, it writes one page with both runs side by side.
 """
 
+import difflib
 import importlib.util
 import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from .environment import ENVIRONMENT, described
 from .errors import RecipeError
 from .metrics_files import JSONL, VALIDATION_LOSS, Row, read_rows
 
-PAGE, ENGINE = "report.html", "engine.json"
+PAGE, COMPARISON, ENGINE = "report.html", "comparison.html", "engine.json"
 _MAX_ROWS = 200
 _PLOTS: tuple[tuple[str, ...], ...] = (  # columns of one plot
     ("loss", VALIDATION_LOSS),
@@ -64,18 +66,22 @@ td:first-child, th:first-child, .facts td { text-align: left } th { border-botto
 svg { width: 100%; height: auto } pre { background: var(--code); padding: 1rem; overflow-x: auto }
 .different { color: var(--alarm) }
 """
-_TEMPLATE = """<!DOCTYPE html>
+_HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ run.name }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
 <style>{{ style }}</style></head><body>
-<h1>{{ run.name }}</h1>
-{% if run.is_incomplete %}<p class="different">The run has taken {{ run.last_step }} of {{ run.max_steps }} steps.</p>
-{% endif %}<table class="facts">{% for name, value in run.summary %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
-{% endfor %}</table>
-<h2>Course</h2>
+<h1>{{ title }}</h1>
+"""
+_COURSE = """<h2>Course</h2>
 {% if has_plots %}<div class="plots">{% for plot in plots %}<figure>{{ plot }}</figure>{% endfor %}</div>
 {% else %}<p>Plots need matplotlib, which is not installed: <code>pip install matplotlib</code>.</p>
-{% endif %}<h2>Traffic</h2>
+{% endif %}"""
+_RUN = """{% if run.is_incomplete %}<p class="different">
+The run has taken {{ run.last_step }} of {{ run.max_steps }} steps.</p>
+{% endif %}<table class="facts">{% for name, value in run.summary %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}</table>
+"""
+_TABLES = """<h2>Traffic</h2>
 {% if run.traffic %}<p>Sent by the first rank in the last optimizer step.</p>
 <div class="wide"><table><tr><th>axis</th><th>collective</th><th>calls</th><th>planned, B</th><th>sent, B</th>
 <th></th></tr>
@@ -97,6 +103,14 @@ _TEMPLATE = """<!DOCTYPE html>
 {% endfor %}</tr>
 {% endfor %}</table></div>
 <h2>Resolved recipe</h2><pre>{{ run.recipe_text }}</pre>
+</body></html>
+"""
+_BOTH = """<div class="wide"><table class="facts"><tr><th></th>{% for run in runs %}<th>{{ run }}</th>{% endfor %}</tr>
+{% for name, values in facts %}<tr><td>{{ name }}</td>{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+"""
+_DIFFERENCES = """<h2>Recipes</h2>
+{% if differences %}<pre>{{ differences }}</pre>{% else %}<p>Both are equal.</p>{% endif %}
 </body></html>
 """
 
@@ -223,12 +237,43 @@ def write_page(folder: Path) -> Path:
         RecipeError: A file of the run is missing, empty or of another kind.
     """
     run = read_run(folder)
+    return _write(folder / PAGE, _HEAD + _RUN + _COURSE + _TABLES, {"": run.rows}, title=run.name, run=run)
+
+
+def write_comparison(folder: Path, other: Path) -> Path:
+    """Write `comparison.html`, two runs side by side, into the folder of the first and return its path.
+
+    Raises:
+        RecipeError: A file of a run is missing, empty or of another kind.
+    """
+    runs = {str(name): read_run(name) for name in (folder, other)}
+    summaries = [{**dict(run.summary), **_sent(run)} for run in runs.values()]
+    names = dict.fromkeys(name for summary in summaries for name in summary)
+    texts = [run.recipe_text.splitlines() for run in runs.values()]
+    differences = "\n".join(difflib.unified_diff(*texts, *runs, n=0, lineterm=""))
+    return _write(
+        folder / COMPARISON,
+        _HEAD + _BOTH + _COURSE + _DIFFERENCES,
+        {name: run.rows for name, run in runs.items()},
+        title="Two runs side by side",
+        runs=[*runs],
+        facts=[(name, [summary.get(name, "-") for summary in summaries]) for name in names],
+        differences=differences,
+    )
+
+
+def _sent(run: RunRecord) -> dict[str, str]:
+    """Bytes that the first rank sent in the last optimizer step, by axis and collective."""
+    return {f"{row['axis']} {row['collective']}, B in a step": f"{row['sent_bytes']:,}" for row in run.traffic}
+
+
+def _write(page: Path, template: str, rows: Mapping[str, Sequence[Row]], **values: object) -> Path:
+    """Write a page with plots of the rows of each run; return its path."""
     has_plots = importlib.util.find_spec("matplotlib") is not None
-    template = Environment(autoescape=True).from_string(_TEMPLATE)
-    plots = [Markup(text) for text in _plots(run.rows)] if has_plots else []  # matplotlib escapes text
-    page, draft = folder / PAGE, folder / f"{PAGE}.{os.getpid()}"
-    words = {"style": Markup(_STYLE), "label": label, "number": number}
-    draft.write_text(template.render(run=run, plots=plots, has_plots=has_plots, **words))
+    plots = [Markup(text) for text in _plots(rows)] if has_plots else []  # matplotlib escapes text
+    words = {"style": Markup(_STYLE), "label": label, "number": number, "plots": plots, "has_plots": has_plots}
+    draft = page.with_name(f"{page.name}.{os.getpid()}")
+    draft.write_text(Environment(autoescape=True).from_string(template).render(**words, **values))
     draft.replace(page)
     return page
 
@@ -239,28 +284,34 @@ def _read(file: Path) -> str:
     return file.read_text(errors="replace")
 
 
-def _plots(rows: Sequence[Row]) -> list[str]:
-    """Draw every group of columns that the log has, as SVG elements."""
+def _plots(runs: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Draw every group of columns that a log has, as SVG elements; a line for each column of each run."""
     import matplotlib
     from matplotlib.figure import Figure
 
     drawn = []
+    has_tokens = any("tokens_per_s" in row for rows in runs.values() for row in rows)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mics", "axes.grid": True, "font.size": 9}):
         for columns in _PLOTS:
-            if columns == ("samples_per_s",) and any("tokens_per_s" in row for row in rows):
+            if columns == ("samples_per_s",) and has_tokens:
                 continue  # the same curve
             divisor = 1e9 if columns[0].endswith("_bytes") else 1.0
-            points = {name: [(row["step"], row[name] / divisor) for row in rows if name in row] for name in columns}
-            points = {name: pairs for name, pairs in points.items() if pairs}
+            points = {
+                (run, name): [(row["step"], row[name] / divisor) for row in rows if name in row]
+                for run, rows in runs.items()
+                for name in columns
+            }
+            points = {key: pairs for key, pairs in points.items() if pairs}
             if not points:
                 continue
             figure = Figure(figsize=(5.2, 2.9))
             figure.subplots_adjust(left=0.14, right=0.97, bottom=0.16, top=0.9)  # an engine would draw twice
-            title = label(next(iter(points))) if len(points) == 1 else ""
-            axes = figure.add_subplot(title=title, xlabel="optimizer step")
-            for name, pairs in points.items():
+            names = list(dict.fromkeys(name for _, name in points))
+            axes = figure.add_subplot(title=label(names[0]) if len(names) == 1 else "", xlabel="optimizer step")
+            for (run, name), pairs in points.items():
                 steps, values = zip(*pairs, strict=True)
-                axes.plot(steps, values, label=label(name), marker="." if len(pairs) < 30 else None)
+                words = ", ".join(filter(None, [run, label(name) if len(names) > 1 else ""]))
+                axes.plot(steps, values, label=words, marker="." if len(pairs) < 30 else None)
             if columns[0] in _FROM_ZERO:
                 axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
             if len(points) > 1:
@@ -272,16 +323,16 @@ def _plots(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the page of a run; what a user can repair ends it with one line.
+    """Write the page of a run, or of two; what a user can repair ends it with one line.
 
     Args:
-        arguments: The folder of the run; default: those of the process.
+        arguments: The folders of the runs; default: those of the process.
     """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
-    if len(given) != 1 or given[0].startswith("-"):
-        sys.exit("usage: mics report RUN_FOLDER")
+    if len(given) not in (1, 2) or any(argument.startswith("-") for argument in given):
+        sys.exit("usage: mics report RUN_FOLDER [OTHER_RUN_FOLDER]")
     try:
-        print(write_page(Path(given[0])))
+        print(write_page(Path(given[0])) if len(given) == 1 else write_comparison(*map(Path, given)))
     except RecipeError as error:
         sys.exit(f"error: {error}")
 

@@ -21,7 +21,7 @@ TRAFFIC = {"axis": "intra_node", "collective": "all_gather", "count": 3, "planne
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of a run; its page has no plots, which take most of the time."""
-    monkeypatch.setattr(report_page, "_plots", lambda rows: [])
+    monkeypatch.setattr(report_page, "_plots", lambda runs: [])
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @QUIET
 @pytest.mark.parametrize("framework", ["lightning", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_the_page_of_a_run_has_the_numbers_of_its_log(framework: str, cache_dir: Path, tmp_path: Path):
-    options = ("--trainer.max_steps=2", "--trainer.log_every_steps=1")
+    options = ("--trainer.max_steps=2", "--trainer.log_every_steps=1", "--sample.num_tokens=3")
     output = run_debug_recipe(tmp_path, cache_dir, *options, framework=framework, draws=True)
     page = (tmp_path / "report.html").read_text()
     assert f"The report is {tmp_path / 'report.html'}" in output
@@ -44,7 +44,7 @@ def test_the_page_of_a_run_has_the_numbers_of_its_log(framework: str, cache_dir:
     assert "global_size: 8" in page
     assert not re.search(r"(src|href)=\"(?!#)", re.sub(r"<svg .*?>", "", page))  # refers to no other file
     assert "has taken" not in page
-    for fact in ("last start", "duration, from the last start", "ranks", "host", "versions"):
+    for fact in ("last start", "duration, from the last start", "ranks", "host", "versions", "text by the model"):
         assert page.count(f"<td>{fact}</td>") == 1
     assert f"torch {version('torch')}" in page
 
@@ -97,6 +97,26 @@ def test_a_page_fits_a_phone_and_follows_the_colours_of_its_reader(folder: Path)
     assert [text.endswith('<div class="wide">') for text in tables] == [True, True, True]
 
 
+def test_two_runs_stand_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for name, loss in (("one", 6.25), ("other<b>", 4.75)):
+        Path(name).mkdir()
+        Path(name, "config.yaml").write_text(f"{CONFIG}  devices: {len(name)}\n")
+        Path(name, "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss, "lr": 0.001}) + "\n")
+    Path("one", "engine.json").write_text(json.dumps({"traffic": [TRAFFIC]}))
+    main(["one", "other<b>"])
+    assert capsys.readouterr().out == "one/comparison.html\n"
+    page = Path("one", "comparison.html").read_text()
+    assert "<td>6.25 -&gt; 6.25</td><td>4.75 -&gt; 4.75</td>" in page
+    assert "<td>intra_node all_gather, B in a step</td><td>48</td><td>-</td>" in page
+    assert "-  devices: 3\n+  devices: 8</pre>" in page
+    losses, rates = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)  # in nats; of learning
+    assert [losses.count(">one<"), losses.count(">other&lt;b&gt;<"), rates.count(">one<")] == [1, 1, 1]
+    assert not Path("one", "report.html").exists()
+
+
 def test_a_run_that_goes_on_has_a_page(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "config.yaml").write_text(CONFIG.replace("2", "90"))
     with (folder / "metrics.jsonl").open("a") as file:
@@ -138,7 +158,7 @@ def test_files_of_another_kind_are_refused(name: str, text: str | None, message:
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["--help"]])
 def test_the_command_says_how_it_is_used(arguments: list[str]):
     with pytest.raises(SystemExit, match=r"usage: .*RUN_FOLDER"):
         main(arguments)
