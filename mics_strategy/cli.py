@@ -38,7 +38,7 @@ _COMMANDS = {
     "pretrain": "train a recipe: RECIPE [options], or --list [--json]",
     "data": "prepare RECIPE [--workers N] [options]: tokenize the text of a recipe",
     "launch": "print the file that starts a recipe on a cluster: KIND RECIPE",
-    "report": "write the page of a recipe's run: RUN_FOLDER",
+    "report": "write the page of a recipe's run, or of two side by side: RUN_FOLDER [OTHER]",
     "export-hf": "write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]",
     "fidelity": "compare training under each strategy with DDP: [options]",
     "config": "write the file for accelerate launch, after a few questions",

@@ -61,10 +61,10 @@ body { font: 15px/1.4 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 
 body { color: var(--text); background: var(--ground); overflow-wrap: anywhere }
 table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top }
 .wide { overflow-x: auto } .wide td, .wide th { white-space: nowrap }
-td:first-child, th:first-child, .facts td { text-align: left } th { border-bottom: 1px solid var(--line) }
+td:first-child, th:first-child, .facts * { text-align: left } th { border-bottom: 1px solid var(--line) }
 .plots { display: flex; flex-wrap: wrap } .plots figure { margin: 0; flex: 1 1 min(28rem, 100%); max-width: 32rem }
 svg { width: 100%; height: auto } pre { background: var(--code); padding: 1rem; overflow-x: auto }
-.different { color: var(--alarm) }
+.facts td:first-child { min-width: 6.5rem; overflow-wrap: normal } .different { color: var(--alarm) }
 """
 _HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -105,9 +105,9 @@ _TABLES = """<h2>Traffic</h2>
 <h2>Resolved recipe</h2><pre>{{ run.recipe_text }}</pre>
 </body></html>
 """
-_BOTH = """<div class="wide"><table class="facts"><tr><th></th>{% for run in runs %}<th>{{ run }}</th>{% endfor %}</tr>
+_BOTH = """<table class="facts"><tr><th></th>{% for run in runs %}<th>{{ run }}</th>{% endfor %}</tr>
 {% for name, values in facts %}<tr><td>{{ name }}</td>{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
-{% endfor %}</table></div>
+{% endfor %}</table>
 """
 _DIFFERENCES = """<h2>Recipes</h2>
 {% if differences %}<pre>{{ differences }}</pre>{% else %}<p>Both are equal.</p>{% endif %}
