@@ -8,16 +8,15 @@ is sharded; the other fields configure the collectives between those scopes. Not
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, did_you_mean
 from mics_strategy.topology import Switches, Topology, topology_of
 
 Scope = str | int
@@ -41,6 +40,7 @@ _PRESET_FIELDS: dict[str, dict[str, Any]] = {  # beside the scopes
     "zeropp-hpz": {"secondary_params": "partition"},
     "auto": {"secondary_params": "auto"},
 }
+_FSDP_NAMES = {"no-shard": "ddp", "shard-grad-op": "zero2", "full-shard": "zero3", "hybrid-shard": "mics"}
 _COARSENESS = {"n": 0, "i": 1, "g": 2}
 _PARO_LETTERS = tuple(
     p + g + os for p in "nig" for g in "nig" for os in "nig" if _COARSENESS[os] >= max(_COARSENESS[p], _COARSENESS[g])
@@ -174,6 +174,13 @@ class ShardConfig:
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
+    def __new__(cls, *words: object, **fields: object) -> Self:
+        """Refuse fields without a name, and unknown ones."""
+        if words:
+            raise ConfigError(f"`ShardConfig({words[0]!r})` names no field. Use `ShardConfig.preset({words[0]!r})`.")
+        cls._refuse_unknown(fields)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
         for name in _CHOSEN_TOGETHER:
@@ -189,7 +196,6 @@ class ShardConfig:
         for name in ("weight_codec", "grad_codec"):
             object.__setattr__(self, name, _as_codec(name, getattr(self, name)))
         _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
-        _check_gradients(self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -300,13 +306,13 @@ class ShardConfig:
             MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); ZeRO++ (arXiv:2306.10209), sections 3.1 to 3.3;
             PaRO (arXiv:2310.06003), table 1.
         """
-        key = name.lower().replace("_", "-")
-        letters = _PRESET_LETTERS.get(key) or (
-            key[5:] if key.startswith("paro-") and key[5:] in _PARO_LETTERS else None
-        )
+        key = str(name).lower().replace("_", "-")
+        is_paro = key.startswith("paro-") and key[5:] in _PARO_LETTERS
+        letters = key[5:] if is_paro else _PRESET_LETTERS.get(key)
         if letters is None and key != "auto":
-            raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)} or auto.")
-        cls._refuse_unknown(overrides)
+            names = (*cls.PRESETS, "auto")
+            hint = did_you_mean(_FSDP_NAMES.get(key, key), names)
+            raise ConfigError(f"`preset={name!r}` is not known.{hint} Use one of {', '.join(names)}.")
         words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
         scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
         return cls(**{**scopes, **_PRESET_FIELDS.get(key, {}), **overrides})
@@ -325,16 +331,15 @@ class ShardConfig:
         changes = {name: value for name, value in overrides.items() if value is not None}
         if isinstance(config, str):
             return cls.preset(config, **changes)
-        cls._refuse_unknown(changes)
+        if not isinstance(config, cls):
+            raise ConfigError(f"`config={config!r}` is no configuration. Use a preset's name or a `ShardConfig`.")
         return config.replace(**changes)
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
         fields = sorted(field.name for field in dataclasses.fields(cls))
         for name in sorted(set(names) - set(fields)):
-            matches = difflib.get_close_matches(name, fields, n=1)
-            hint = f" Did you mean {matches[0]!r}?" if matches else ""
-            raise ConfigError(f"Unknown option {name!r}.{hint} Use one of {', '.join(fields)}.")
+            raise ConfigError(f"Unknown option {name!r}.{did_you_mean(name, fields)} Use one of {', '.join(fields)}.")
 
     def describe(self) -> dict[str, str]:
         """Every field as text; the texts of two ranks are equal when their values are."""
@@ -408,9 +413,6 @@ def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
             f"`weight_codec={weight_codec!r}` has feedback, but parameters are encoded from exact masters each time: "
             "no loss adds up that feedback could send. Use feedback=False. Only `grad_codec` may have feedback."
         )
-
-
-def _check_gradients(grad_codec: Codec | None) -> None:
     if grad_codec is not None and grad_codec.differences:
         raise ConfigError(
             f"`grad_codec={grad_codec!r}` encodes differences, but gradients of two steps have nothing in common. Use "

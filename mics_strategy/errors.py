@@ -4,6 +4,15 @@ Every error says what was requested, what was found and what to do. Each class i
 expect, so ``except ValueError`` keeps working.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The hint of an error about an unknown name, with a space in front; empty where no name is near."""
+    matches = difflib.get_close_matches(name, [*known], n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
 
 class MiCSError(Exception):
     """Base of every error that this package raises on purpose."""

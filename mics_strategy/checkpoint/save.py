@@ -161,8 +161,12 @@ def finish_saves(sharded: Sharded) -> None:
     """Wait for an asynchronous save of this model.
 
     Raises:
-        CheckpointError: The save failed.
+        CheckpointError: The save failed, or `sharded` is not what `shard()` returned.
     """
+    if not isinstance(sharded, Sharded):
+        raise CheckpointError(
+            f"`sharded` is a {type(sharded).__name__}. Pass what `shard()` returned, after the path of the checkpoint."
+        )
     pending = _pending.pop(sharded, None)
     if pending is not None:
         pending.wait()

@@ -35,6 +35,8 @@ _SHOWN = 5  # names in an error
 
 def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
     """Map keys to optimizers: their own keys, or ``optimizer_<position>``."""
+    if isinstance(optimizers, Optimizer):
+        raise CheckpointError(f"`optimizers` is one {type(optimizers).__name__}. Pass a list: `[optimizer]`.")
     if isinstance(optimizers, Mapping):
         return dict(optimizers)
     return {f"{OPTIMIZER}_{position}": optimizer for position, optimizer in enumerate(optimizers)}

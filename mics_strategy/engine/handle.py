@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -78,6 +78,21 @@ class Sharded:
                     sharded.mics_memory.finish = link.keep_writes
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params
+
+    def __call__(self, *inputs: object, **named: object) -> NoReturn:
+        """Refuse what only the model does."""
+        raise LifecycleError("`Sharded` is a handle. Call the model that `shard()` was given: it is sharded in place.")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the model where an attribute is missing that modules have."""
+            try:
+                return object.__getattribute__(self, name)  # the error of a property is kept
+            except AttributeError as error:
+                if hasattr(nn.Module, name):
+                    raise AttributeError(f"`Sharded` is a handle. Use `sharded.model.{name}`.") from error
+                raise
 
     @property
     def steps_done(self) -> int:
@@ -213,9 +228,11 @@ class Sharded:
 
         Raises:
             LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
-            ConfigError: `only` holds a tensor that is no parameter of this sharded model, or `norm_type` is not
-                positive.
+            ConfigError: `only` holds a tensor that is no parameter of this sharded model, `norm_type` is not positive,
+                or `max_norm` is negative or no number.
         """
+        if isinstance(max_norm, str) or not max_norm >= 0:
+            raise ConfigError(f"`max_norm={max_norm!r}` is not a norm. Use a number from 0 on, such as 1.0.")
         parameters = self.internals.parameters if only is None else self._select(only)
         self._engine.finish_gradients()
         total = total_norm(parameters, self._groups, norm_type)

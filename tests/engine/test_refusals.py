@@ -522,7 +522,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (scopes_that_do_not_nest, ConfigError, r"`ranks_per_node=6` does not divide the 4 ranks"),
     (scopes_on_uneven_nodes, ConfigError, r"`ranks_per_node=8` does not divide the 4 ranks"),
     (larger_secondary, ConfigError, r"`secondary_params` is sharded over 4 ranks, more than `params` over 2.*Use 2"),
-    (unknown_preset, ConfigError, r"`preset='zero4'` is not known. Use one of ddp"),
+    (unknown_preset, ConfigError, r"`preset='zero4'` is not known. Did you mean 'zero3'\? Use one of ddp"),
     (unknown_preset_on_one_rank, ConfigError, r"zero4"),
     (unknown_device, ConfigError, r"`device=cuda:0` cannot be used .* 'gloo'.* Use NCCL"),
     (other_prefetch, ConfigError, r"`prefetch` differs between ranks: 1 on rank 0, 2 on rank 3. Give every rank"),

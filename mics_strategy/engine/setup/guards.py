@@ -45,6 +45,8 @@ def check_model(module: nn.Module, target: torch.device) -> None:
     Raises:
         ConfigError: A parameter or module is not supported. The error names the first one and the remedy.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"`model` is a {type(module).__name__}, not a module. Pass the model itself.")
     for name, child in module.named_modules():
         if hasattr(child, _MARK):
             raise ConfigError(

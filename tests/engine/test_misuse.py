@@ -1,0 +1,59 @@
+"""What does a mistake with the handle of a sharded model say? What was asked, what was found, what to do."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy import load_weights, save_checkpoint, shard
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool
+
+MISTAKES = {
+    "sharded(torch.ones(2, 4))": "LifecycleError: `Sharded` is a handle. Call the model that `shard()` was given",
+    "sharded.parameters()": "AttributeError: `Sharded` is a handle. Use `sharded.model.parameters`",
+    "sharded.nonsense": "AttributeError: 'Sharded' object has no attribute 'nonsense'",
+    "shard(model.parameters(), 'mics')": "ConfigError: `model` is a generator, not a module. Pass the model itself",
+    "sharded.clip_grad_norm_(-1.0)": "ConfigError: `max_norm=-1.0` is not a norm. Use a number from 0 on",
+    "sharded.clip_grad_norm_('1.0')": "ConfigError: `max_norm='1.0'` is not a norm. Use a number",
+    "save_checkpoint('saved', sharded, optimizer)": "CheckpointError: .*`optimizers` is one SGD. Pass a list: `[optim",
+    "save_checkpoint('saved', model)": "CheckpointError: `sharded` is a Linear. Pass what `shard()` returned",
+    "save_checkpoint(sharded, 'saved')": "CheckpointError: `sharded` is a str. Pass what `shard()` returned, after the",
+    "load_weights(sharded, 'saved')": "CheckpointError: `sharded` is a str. Pass what `shard()` returned, after the",
+}
+
+
+def answer(ctx: RankContext, mistake: str) -> str:
+    """What a mistake raises on this rank."""
+    forget_meshes()
+    os.chdir(ctx.tmp_path)
+    model = nn.Linear(4, 4)
+    names = {"shard": shard, "save_checkpoint": save_checkpoint, "load_weights": load_weights, "torch": torch}
+    names |= {"model": model, "sharded": shard(model, "mics"), "optimizer": torch.optim.SGD(model.parameters())}
+    try:
+        eval(mistake, names)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.one_job
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_rank_says_what_to_do(ranks: RankPool, mistake: str) -> None:
+    pattern = re.escape(MISTAKES[mistake]).replace(r"\.\*", ".*")
+    answers = ranks(2, answer, mistake)
+    assert [bool(re.match(pattern, text)) for text in answers] == [True, True], answers
+
+
+def broken_property(ctx: RankContext) -> str:
+    sharded = shard(nn.Linear(4, 4), "mics")
+    del sharded._engine
+    with pytest.raises(AttributeError) as caught:
+        sharded.plan.table()
+    return str(caught.value)
+
+
+def test_an_error_inside_a_property_is_kept(ranks: RankPool) -> None:
+    assert "_engine" in ranks(1, broken_property)[0]
