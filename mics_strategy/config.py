@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
-from mics_strategy.errors import ConfigError, did_you_mean
+from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.topology import Switches, Topology, topology_of
 
 Scope = str | int
@@ -310,9 +310,8 @@ class ShardConfig:
         is_paro = key.startswith("paro-") and key[5:] in _PARO_LETTERS
         letters = key[5:] if is_paro else _PRESET_LETTERS.get(key)
         if letters is None and key != "auto":
-            names = (*cls.PRESETS, "auto")
-            hint = did_you_mean(_FSDP_NAMES.get(key, key), names)
-            raise ConfigError(f"`preset={name!r}` is not known.{hint} Use one of {', '.join(names)}.")
+            hint = nearest(_FSDP_NAMES.get(key, key), (*cls.PRESETS, "auto"))
+            raise ConfigError(f"`preset={name!r}` is not known.{hint}")
         words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
         scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
         return cls(**{**scopes, **_PRESET_FIELDS.get(key, {}), **overrides})
@@ -337,9 +336,9 @@ class ShardConfig:
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
-        fields = sorted(field.name for field in dataclasses.fields(cls))
+        fields = [field.name for field in dataclasses.fields(cls)]
         for name in sorted(set(names) - set(fields)):
-            raise ConfigError(f"Unknown option {name!r}.{did_you_mean(name, fields)} Use one of {', '.join(fields)}.")
+            raise ConfigError(f"Unknown option {name!r}.{nearest(name, fields)}")
 
     def describe(self) -> dict[str, str]:
         """Every field as text; the texts of two ranks are equal when their values are."""

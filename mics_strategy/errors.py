@@ -8,10 +8,12 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint of an error about an unknown name, with a space in front; empty where no name is near."""
-    matches = difflib.get_close_matches(name, [*known], n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the names that resemble `name`, and at all names, for an error."""
+    known = sorted(names)
+    matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+    return f"{hint} Use one of {', '.join(known)}."
 
 
 class MiCSError(Exception):

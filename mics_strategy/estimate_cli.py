@@ -24,10 +24,10 @@ from torch import nn
 from mics_strategy.auto_scopes import description_of
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.units import find_units
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
-from mics_strategy.planner.catalog import describe_model, model_names, nearest, recipe_hint
+from mics_strategy.planner.catalog import describe_model, model_names, recipe_hint
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import NOT_STATES, MicroBatch, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model_trace import TraceInput, trace_model

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mics_strategy.errors import did_you_mean
+from mics_strategy.errors import nearest
 
 from .config import recipe_files
 from .errors import RecipeError
@@ -31,6 +31,6 @@ def find_recipe(text: str) -> Path:
     if text in by_name:
         return by_name[text]
     raise RecipeError(
-        f"`{text}` is neither a file nor a recipe.{did_you_mean(text, by_name)} The recipes are: {', '.join(by_name)}. "
-        "`mics pretrain --list` shows what each trains."
+        f"`{text}` is neither a file nor a recipe.{nearest(text, by_name)} `mics pretrain --list` shows what "
+        "each trains."
     )

@@ -49,12 +49,12 @@ def test_value_is_refused_by_name(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: ShardConfig.preset("micz"), r"`preset='micz'` is not known. Did you mean 'mics'\? Use one of ddp"),
-        (lambda: ShardConfig.preset("FULL_SHARD"), r"`preset='FULL_SHARD'` is not known. Did you mean 'zero3'"),
-        (lambda: ShardConfig.preset(None), r"`preset=None` is not known. Use one of ddp"),
+        (lambda: ShardConfig.preset("micz"), r"`preset='micz'` is not known. Did you mean mics.* Use one of auto, ddp"),
+        (lambda: ShardConfig.preset("FULL_SHARD"), r"`preset='FULL_SHARD'` is not known. Did you mean zero3"),
+        (lambda: ShardConfig.preset(None), r"`preset=None` is not known.*Use one of auto, ddp"),
         (lambda: ShardConfig("mics"), r"`ShardConfig\('mics'\)` names no field. Use `ShardConfig.preset\('mics'\)`"),
-        (lambda: ShardConfig(partition=2), r"Unknown option 'partition'. Did you mean 'partition_size'\? Use one of"),
-        (lambda: ShardConfig().replace(prefech=2), r"Unknown option 'prefech'. Did you mean 'prefetch'\? Use one of"),
+        (lambda: ShardConfig(partition=2), r"Unknown option 'partition'. Did you mean partition_size.* Use one of"),
+        (lambda: ShardConfig().replace(prefech=2), r"Unknown option 'prefech'. Did you mean prefetch.* Use one of"),
         (lambda: ShardConfig.of({"preset": "mics"}), r"`config={'preset': 'mics'}` is no config.*Use a preset's name"),
     ],
 )

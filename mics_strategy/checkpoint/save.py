@@ -164,9 +164,7 @@ def finish_saves(sharded: Sharded) -> None:
         CheckpointError: The save failed, or `sharded` is not what `shard()` returned.
     """
     if not isinstance(sharded, Sharded):
-        raise CheckpointError(
-            f"`sharded` is a {type(sharded).__name__}. Pass what `shard()` returned, after the path of the checkpoint."
-        )
+        raise CheckpointError(f"`sharded` is a {type(sharded).__name__}. Pass what `shard()` returned, after the path.")
     pending = _pending.pop(sharded, None)
     if pending is not None:
         pending.wait()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,21 +78,6 @@ class Sharded:
                     sharded.mics_memory.finish = link.keep_writes
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params
-
-    def __call__(self, *inputs: object, **named: object) -> NoReturn:
-        """Refuse what only the model does."""
-        raise LifecycleError("`Sharded` is a handle. Call the model that `shard()` was given: it is sharded in place.")
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Name the model where an attribute is missing that modules have."""
-            try:
-                return object.__getattribute__(self, name)  # the error of a property is kept
-            except AttributeError as error:
-                if hasattr(nn.Module, name):
-                    raise AttributeError(f"`Sharded` is a handle. Use `sharded.model.{name}`.") from error
-                raise
 
     @property
     def steps_done(self) -> int:

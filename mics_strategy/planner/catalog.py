@@ -5,14 +5,13 @@ The numbers are in `models.toml`, with their sources.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.resnet_formulas import IMAGE_SIZE, ResnetShape, describe_resnet
@@ -85,14 +84,6 @@ def look_up(table: Mapping[str, Mapping[str, Any]], name: str, noun: str) -> dic
     fields = dict(table[names[_key(name)]])
     inherited = look_up(table, fields.pop("like"), noun) if "like" in fields else {}
     return {**inherited, **fields}
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the names that resemble `name`, and at all names, for an error."""
-    known = sorted(names)
-    matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
-    return f"{hint} Use one of {', '.join(known)}."
 
 
 def recipe_hint(name: str) -> str:

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from mics_strategy.comm.codecs.format import Codec
-from mics_strategy.errors import ConfigError
-from mics_strategy.planner.catalog import look_up, nearest, read_table
+from mics_strategy.errors import ConfigError, nearest
+from mics_strategy.planner.catalog import look_up, read_table
 from mics_strategy.planner.measured import (
     CalibrationOrigin,
     MeasuredCodec,

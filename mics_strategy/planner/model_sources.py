@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from mics_strategy.errors import ConfigError
-from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, nearest, recipe_hint
+from mics_strategy.errors import ConfigError, nearest
+from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, recipe_hint
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.planner.calibration import calibration_warnings
-from mics_strategy.planner.catalog import nearest
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_sources import ModelSource

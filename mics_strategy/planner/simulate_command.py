@@ -11,7 +11,6 @@ from typing import Any
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, MiCSError
-from mics_strategy.planner.catalog import nearest
 from mics_strategy.planner.choice import SimulatedStep, plan, simulate, step_json, step_lines
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, count, workload_of
@@ -93,10 +92,6 @@ def config_of(options: Namespace) -> ShardConfig | None:
             )
         if options.preset.lower() == "auto":
             raise ConfigError("`--preset auto` leaves the scopes to the planner. Leave out `--preset`.")
-        if options.preset.lower().replace("_", "-") not in ShardConfig.PRESETS:
-            raise ConfigError(
-                f"`--preset {options.preset}` is not known.{nearest(options.preset, ShardConfig.PRESETS)}"
-            )
         return ShardConfig.preset(options.preset, **fields)
     if not stated:
         if fields:

@@ -163,7 +163,7 @@ def test_the_table_of_the_guide_is_the_catalog(listed: list[CatalogEntry]):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["llama-8b"], "`llama-8b` is neither a file nor a recipe. Did you mean 'llama-7b'.*--list"),
+        (["llama-8b"], "`llama-8b` is neither a file nor a recipe. Did you mean llama-.*Use one of bert.*--list"),
         (["wide_resnet-3b"], "16 nodes.*without a launcher.*torchrun"),
         (["--list", "--trainer.max_steps=3"], "--list.*--trainer.max_steps=3.*--json"),
     ],
