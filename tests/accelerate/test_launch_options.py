@@ -133,7 +133,7 @@ def test_a_file_of_fsdp_asks_for_nothing(arrives: object) -> None:
 # -- what is refused -------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "unknown option": (f"{STRATEGY}{{partition_sizes: 2}}", "Unknown option 'partition_sizes'.*'partition_size'"),
+    "unknown option": (f"{STRATEGY}{{partition_sizes: 2}}", "Unknown option 'partition_sizes'.*mean partition_size"),
     "unknown preset": (f"{STRATEGY}zero4", "'zero4'` is not known.*zero3"),
     "a number": (f"{STRATEGY}8", "fsdp_sharding_strategy: 8.*partition_size: 8"),
     "a list": (f"{STRATEGY}[mics, 2]", "fsdp_sharding_strategy.*mapping"),

@@ -289,7 +289,7 @@ def test_sizes_of_parallelism_are_another_word_for_the_partition(ranks: RankPool
 
 
 REFUSED = {
-    "unknown option": (f"{STRATEGY}{{partition_sise: 2}}", "Unknown option 'partition_sise'.*'partition_size'"),
+    "unknown option": (f"{STRATEGY}{{partition_sise: 2}}", "Unknown option 'partition_sise'.*mean partition_size"),
     "odd partition": (f"{STRATEGY}{{partition_size: 3}}", "partition_size=3.*does not divide the 4 ranks.*1, 2, 4"),
     "two sizes": (
         f"{STRATEGY}{{partition_size: 4}}" + parallel(dp_shard_size=2, dp_replicate_size=2),
