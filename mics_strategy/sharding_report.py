@@ -37,14 +37,14 @@ class ShardingReport:
     def __str__(self) -> str:
         scopes, total_bytes = self.scopes, sum(self.bytes_by_purpose.values())
         purposes = sorted(self.bytes_by_purpose.items(), key=lambda item: -item[1])
-        num_nodes = scopes.world_size // scopes.ranks_per_node
+        nodes = "1 node" if (count := scopes.world_size // scopes.ranks_per_node) == 1 else f"{count} nodes"
         dtypes = [
             f"{_name(stored)} parameters are gathered in {_name(gathered)}, gradients reduced in {_name(reduced)}"
             for stored, (gathered, reduced) in self.dtypes.items()
         ]
         lines = [
             f"mics_strategy: parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over "
-            f"{scopes.optimizer} of {scopes.world_size} ranks ({num_nodes} nodes of {scopes.ranks_per_node}).",
+            f"{scopes.optimizer} of {scopes.world_size} ranks ({nodes} of {scopes.ranks_per_node}).",
             f"{self.num_parameters:,} parameters in {self.num_units} units, {self.num_trained:,} of them trained; "
             f"{'; '.join(dtypes)}.",
             f"Memory of a rank, without optimizer states and activations: {_size(total_bytes)} "

@@ -58,7 +58,9 @@ def alone(ctx: RankContext) -> str:
 
 
 def test_one_rank_sends_nothing(ranks: RankPool) -> None:
-    assert ranks(1, alone)[0].endswith("A rank sends in a step of 1 micro-step: nothing.")
+    (text,) = ranks(1, alone)
+    assert text.endswith("A rank sends in a step of 1 micro-step: nothing.")
+    assert "of 1 ranks (1 node of 1)." in text
 
 
 def in_fabric(ctx: RankContext) -> None:
