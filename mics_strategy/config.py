@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -174,13 +174,6 @@ class ShardConfig:
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
-    def __new__(cls, *words: object, **fields: object) -> Self:
-        """Refuse fields without a name, and unknown ones."""
-        if words:
-            raise ConfigError(f"`ShardConfig({words[0]!r})` names no field. Use `ShardConfig.preset({words[0]!r})`.")
-        cls._refuse_unknown(fields)
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
         for name in _CHOSEN_TOGETHER:
@@ -312,6 +305,7 @@ class ShardConfig:
         if letters is None and key != "auto":
             hint = nearest(_FSDP_NAMES.get(key, key), (*cls.PRESETS, "auto"))
             raise ConfigError(f"`preset={name!r}` is not known.{hint}")
+        cls._refuse_unknown(overrides)
         words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
         scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
         return cls(**{**scopes, **_PRESET_FIELDS.get(key, {}), **overrides})
@@ -347,6 +341,7 @@ class ShardConfig:
 
     def replace(self, **changes: Any) -> ShardConfig:
         """A validated copy with some fields changed."""
+        self._refuse_unknown(changes)
         return dataclasses.replace(self, **changes)
 
 
