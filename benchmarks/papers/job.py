@@ -198,13 +198,22 @@ def _gpt_like(numel: float) -> TransformerShape:
     )
 
 
-def make_job(row: PublishedRow, system: System, testbed: Testbed, world_size: int) -> PublishedJob:
+def make_job(
+    row: PublishedRow, system: System, testbed: Testbed, world_size: int, model: PublishedModel | None = None
+) -> PublishedJob:
     """The training of a row by one of its systems.
+
+    Args:
+        row: Row.
+        system: System.
+        testbed: Test-bed.
+        world_size: Ranks of the job.
+        model: Model, where it is not that of `model_of`.
 
     Raises:
         NotPredictable: The ranks do not fill nodes, the scopes do not fit them, or the batch cannot be divided.
     """
-    model = model_of(row, testbed)
+    model = model or model_of(row, testbed)
     per_node = testbed.cluster.ranks_per_node
     if world_size % per_node:
         raise NotPredictable(f"{world_size} ranks do not fill nodes of {per_node}")

@@ -158,7 +158,7 @@ def _system(words: str, row: PublishedRow, testbed: Testbed) -> System:
         name = "deepspeed-mics"  # which these papers compare themselves with
     if name.startswith("deepspeed-zero"):
         name = f"{name}-{testbed.deepspeed}"
-    system = _from_table(name)
+    system = system_named(name)
     if name == "amsp":
         system = _with_amsp_overlaps(system, words)
     letters = re.search(r"(?:paro-)?\b([nig]{3})\b", words)
@@ -167,7 +167,8 @@ def _system(words: str, row: PublishedRow, testbed: Testbed) -> System:
     return system
 
 
-def _from_table(name: str) -> System:
+def system_named(name: str) -> System:
+    """The system of a table in `published.toml`."""
     fields = dict(_fields(name))
     overlap = frozenset(fields.get("overlap", ()))
     return System(

@@ -1,0 +1,83 @@
+"""Errors of the planner on public runs: `python -m benchmarks.planners --rows FILE`.
+
+Every row of a table is predicted, or has the reason why it cannot be. Nothing is adjusted to a row or to a source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.row import PublishedRow, read_rows
+from benchmarks.papers.testbed import NotPredictable
+from benchmarks.planners.run import predict_run
+from benchmarks.planners.scores import ScoredRow, score_lines
+from mics_strategy.errors import MiCSError
+
+_PROG = "python -m benchmarks.planners"
+
+
+def score_rows(rows: Iterable[PublishedRow]) -> list[ScoredRow]:
+    """Predict every row of a table."""
+    return [_scored(row) for row in rows]
+
+
+def _scored(row: PublishedRow) -> ScoredRow:
+    if row.value is None:
+        return ScoredRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number")
+    try:
+        run = predict_run(row)
+    except NotPredictable as reason:
+        return ScoredRow(row=row, predicted=None, reason=str(reason))
+    return ScoredRow(row=row, predicted=run.value, fits=run.fits, assumptions=run.assumptions)
+
+
+def public_rows() -> list[PublishedRow]:
+    """The rows that come along."""
+    with resources.as_file(resources.files(__package__).joinpath("rows.csv")) as path:
+        return read_rows(path)
+
+
+def report_json(rows: Iterable[ScoredRow]) -> list[dict[str, Any]]:
+    """The rows as a list for JSON."""
+    return [_as_json(row) for row in rows]
+
+
+def _as_json(row: ScoredRow) -> dict[str, Any]:
+    fields: dict[str, Any] = {"id": row.row.text("id"), "published": row.row.value, "predicted": row.predicted}
+    if row.predicted is None:
+        return {**fields, "error": None, "reason": row.reason}
+    return {**fields, "error": row.error, "fits": row.fits, "assumptions": list(row.assumptions)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(prog=_PROG, description="Errors of the planner on public training runs.")
+    options.add_argument("--rows", type=Path, help="table of runs, CSV; by default the rows that come along")
+    options.add_argument("--json", action="store_true", help="print a list of rows with their errors")
+    options.add_argument("--worst", type=int, default=10, help="worst rows to print")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code, 0 on success."""
+    options = parser().parse_args(arguments)
+    try:
+        rows = score_rows(public_rows() if options.rows is None else read_rows(options.rows))
+    except MiCSError as error:
+        print(f"{_PROG}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(report_json(rows), indent=1))
+    else:
+        print("\n".join(score_lines(rows, num_worst=options.worst)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

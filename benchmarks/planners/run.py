@@ -1,0 +1,215 @@
+"""Prediction of one public training run.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.papers.job import PublishedJob, PublishedModel, make_job
+from benchmarks.papers.row import PublishedRow
+from benchmarks.papers.states import fits, peak_bytes
+from benchmarks.papers.testbed import NotPredictable, megatron_flop
+from benchmarks.planners.compute import Arithmetic, describe_run, with_arithmetic
+from benchmarks.planners.hardware import testbed_of
+from benchmarks.planners.models import RunModel, model_of_run
+from benchmarks.planners.systems import Degrees, degrees_of, system_of_run
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.simulator import step_seconds
+
+if TYPE_CHECKING:
+    from benchmarks.papers.systems import System
+    from benchmarks.papers.testbed import Testbed
+
+_LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRun:
+    """The prediction of a run.
+
+    Attributes:
+        value: In the row's unit.
+        step_s: Seconds of a step.
+        peak_bytes: Bytes of a rank's memory by the same model.
+        fits: Whether they fit into the device.
+        assumptions: Assumptions for what the row does not state, and about the system.
+    """
+
+    value: float
+    step_s: float
+    peak_bytes: float
+    fits: bool
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as read from its row.
+
+    Attributes:
+        row: Row.
+        model: Model.
+        degrees: Ranks of what is not data parallel.
+        testbed: Test-bed, its nodes those of data parallelism: a rank is a group of tensor parallelism.
+        system: System.
+        tokens: Tokens of a sequence.
+        num_ranks: Ranks of data parallelism.
+        arithmetic: Dtype, kernels and recomputation.
+    """
+
+    row: PublishedRow
+    model: RunModel
+    degrees: Degrees
+    testbed: Testbed
+    system: System
+    tokens: int
+    num_ranks: int
+    arithmetic: Arithmetic
+
+
+def predict_run(row: PublishedRow) -> PredictedRun:
+    """Predict the value of a row.
+
+    Raises:
+        NotPredictable: With the reason.
+    """
+    try:
+        run = read_run(row)
+        job, micro_batch, num_micro_steps = _job(run)
+        step_s = step_seconds(job.job)
+    except ConfigError as error:
+        raise NotPredictable(str(error)) from error
+    samples_per_s = micro_batch * num_micro_steps * run.num_ranks / step_s
+    return PredictedRun(
+        value=_in_unit(run, job, samples_per_s, step_s),
+        step_s=step_s,
+        peak_bytes=peak_bytes(job),
+        fits=fits(job),
+        assumptions=tuple(dict.fromkeys((*run.model.assumptions, *job.assumptions))),
+    )
+
+
+def read_run(row: PublishedRow) -> Run:
+    """Read a row.
+
+    Raises:
+        NotPredictable: It states too little, or something that the planner has no model of.
+    """
+    degrees = degrees_of(row)
+    for number, noun in (
+        (degrees.pipeline, "pipeline parallelism"),
+        (degrees.context, "context parallelism"),
+        (degrees.expert, "expert parallelism"),
+    ):
+        if number > 1:
+            raise NotPredictable(f"{noun} over {number} ranks is not modelled")
+    model, testbed = model_of_run(row), testbed_of(row)
+    per_node, tensor = testbed.cluster.ranks_per_node, degrees.tensor
+    if per_node % tensor:
+        raise NotPredictable(f"tensor parallelism over {tensor} ranks does not divide the {per_node} of a node")
+    num_ranks = testbed.cluster.world_size // tensor
+    cluster = dataclasses.replace(testbed.cluster, ranks_per_node=per_node // tensor)
+    return Run(
+        row=row,
+        model=model,
+        degrees=degrees,
+        testbed=dataclasses.replace(testbed, cluster=cluster),
+        system=system_of_run(row, num_ranks, per_node // tensor),
+        tokens=row.tokens("seq_len") or row.count("seq_len") or testbed.tokens,
+        num_ranks=num_ranks,
+        arithmetic=Arithmetic.of(row, tensor),
+    )
+
+
+def _job(run: Run) -> tuple[PublishedJob, int, int]:
+    """The training, its micro-batch and its micro-steps."""
+    batch, num_micro_steps = _batch(run)
+    stated = run.row.recomputes
+    is_selective = "sel" in run.row.words("activation_ckpt") or "op" == run.row.words("activation_ckpt")
+    tries = [stated or is_selective] if stated is not None or is_selective else [False, True]
+    batches = [batch] if batch else _likely_batches(run)
+    notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
+    if len(tries) > 1:
+        notes = (*notes, "recomputation not stated: none, where it fits")
+    job = None
+    for size in batches:
+        for recompute in tries:
+            job = _make(run, size, num_micro_steps or 1, recompute, is_selective)
+            if fits(job):
+                return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), size, num_micro_steps or 1
+    if job is None:
+        raise NotPredictable("no micro-batch can be tried")
+    return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), batches[-1], num_micro_steps or 1
+
+
+def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: bool, is_selective: bool) -> PublishedJob:
+    arithmetic = dataclasses.replace(run.arithmetic, is_selective=is_selective)
+    description = describe_run(run.model, run.tokens, arithmetic)
+    shape = run.model.shape
+    flop = tuple(megatron_flop(shape, run.tokens, recomputes=recomputes) for recomputes in (False, True))
+    model = PublishedModel(
+        description=description, flop=(flop[0], flop[1]), named_numel=description.numel, assumptions=()
+    )
+    cells = {
+        **run.row.cells,
+        "micro_batch": str(micro_batch),
+        "grad_accum_steps": str(num_micro_steps),
+        "activation_ckpt": "y" if recompute else "n",
+        "precision": "fp32" if run.arithmetic.is_fp32 else "bf16 mixed",
+    }
+    job = make_job(PublishedRow(cells), run.system, run.testbed, run.num_ranks, model)
+    return dataclasses.replace(job, job=with_arithmetic(job.job, run.model, run.tokens, arithmetic))
+
+
+def _batch(run: Run) -> tuple[int, int]:
+    """Samples of a forward on a rank, and forwards of a step; 0 where they are not stated."""
+    row, tokens = run.row, run.tokens
+    in_tokens = row.tokens("micro_batch")
+    size = max(1, in_tokens // tokens) if in_tokens else row.count("micro_batch") or 0
+    steps = row.count("grad_accum_steps") or 0
+    total = (row.tokens("global_batch") or 0) // tokens or row.count("global_batch") or 0
+    if total and size and not steps:
+        steps = max(1, round(total / (size * run.num_ranks)))
+    if total and not size:
+        size = max(1, round(total / (max(steps, 1) * run.num_ranks))) if steps else 0
+    if total and not size and not steps and total <= run.num_ranks:
+        size, steps = 1, 1
+    return size, steps
+
+
+def _likely_batches(run: Run) -> list[int]:
+    largest = max(1, _LIKELY_TOKENS // run.tokens)
+    return [largest // 2**n for n in range(largest.bit_length()) if largest // 2**n]
+
+
+def _in_unit(run: Run, job: PublishedJob, samples_per_s: float, step_s: float) -> float:
+    """The value of a row's metric.
+
+    Raises:
+        NotPredictable: The metric is not modelled.
+    """
+    row = run.row
+    words = f"{row.words('metric')} {row.words('unit')}"
+    num_gpus = run.num_ranks * run.degrees.tensor
+    is_each = re.search(r"gpu|device|rank|tgs|chip", words)
+    per = num_gpus if is_each else 1
+    if "mfu" in words:
+        mfu = job.model.flop[0] * samples_per_s / num_gpus / job.peak_flop_per_s
+        return mfu * 100 if "%" in row.words("unit") or "percent" in words or (row.value or 0) > 1.5 else mfu
+    if "flop" in words:
+        return job.model.flop[0] * samples_per_s / num_gpus / (1e15 if "pflop" in words else 1e12)
+    if "token" in words or "tgs" in words:
+        return samples_per_s * run.tokens / per / (1e3 if re.search(r"\bk ?tok", words) else 1)
+    if re.search(r"sample|sequence|seq/", words):
+        return samples_per_s / per
+    if re.search(r"ms\b|millisecond", words):
+        return step_s * 1e3
+    if re.search(r"step|iter|second|^time", words):
+        is_rate = re.search(r"(steps?|it|iterations?)/s", words)
+        return 1 / step_s if is_rate else step_s
+    raise NotPredictable(f"metric `{row.text('metric')}` in `{row.text('unit')}` is not modelled")
