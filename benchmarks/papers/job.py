@@ -126,6 +126,8 @@ def model_of(row: PublishedRow, testbed: Testbed) -> PublishedModel:
     shape, assumptions = _shape(row, known)
     try:
         description = describe(dataclasses.replace(shape, num_positions=0), tokens, dtype_bytes)
+        units = tuple(dataclasses.replace(unit, tail_flop=0.0) for unit in description.units)
+        description = dataclasses.replace(description, units=units)  # the papers' engines recompute whole layers
     except ConfigError as error:
         raise NotPredictable(str(error)) from error
     flop_counts = megatron_flop(shape, tokens, recomputes=False), megatron_flop(shape, tokens, recomputes=True)
@@ -315,6 +317,8 @@ def _parts(unit: UnitModel) -> Iterator[UnitModel]:
             kind=f"{unit.kind}:{math.prod(parameter.shape)}",
             parameters=(parameter,),
             forward_flop=unit.forward_flop * share,
+            attention_flop=unit.attention_flop * share,
+            tail_flop=unit.tail_flop if parameter is large[-1] else 0.0,
             saved_bytes=round(unit.saved_bytes * share),
             input_bytes=round(unit.input_bytes * share),
         )

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from benchmarks.papers.row import PublishedRow
 
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
+# Bytes of memory traffic of a gradient's way to the wire in PyTorch's FSDP, by the bytes of the wire's dtype: joined into
+# the flat buffer (read and written in 16 bits), cast, and divided by the ranks.
+COPIED_BYTES = {4: 4 + 6 + 8, 2: 4 + 4}
+# Of Adam kernel by kernel for each element: nine of 8 to 16 bytes, and the clipping's two (Composer,
+# optim/decoupled_weight_decay.py).
+UNFUSED_ADAM_BYTES = 104
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +162,15 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
         intermediate_size=4 * benchmark["hidden_size"],
         num_heads=benchmark["num_heads"],
         vocab_size=benchmark["vocab_size"],
+        dropout=not benchmark.get("is_mpt", False),
+        is_fused=benchmark.get("is_mpt", False),
     )
     ranks, num_micro_steps = int(benchmark.get("ranks", 1)), int(benchmark.get("num_micro_steps", 1))
     cluster = dataclasses.replace(
         Cluster.preset(benchmark.get("cluster", "dgx-a100"), nodes=1),
-        device=Device.named(benchmark["device"]).with_best_kernels(),
+        device=dataclasses.replace(
+            Device.named(benchmark["device"]).with_best_kernels(), attention_share=benchmark.get("attention_share", 1.0)
+        ),
         ranks_per_node=ranks,
         overlap_slowdown=published_table()["overlap_slowdown"],
     )
@@ -174,7 +184,11 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
     )
     config = ShardConfig(params="world", grads="world", optimizer="world")
     step = simulate(workload, cluster, config)
-    samples_per_s = micro_batch * num_micro_steps / (step.step_s - optimizer_seconds(step.job))
+    step_s = step.step_s - optimizer_seconds(step.job)
+    if benchmark.get("is_mpt"):
+        numel, bytes_per_s = workload.model.numel, cluster.device.sustained_bytes_per_s
+        step_s += numel * (num_micro_steps * COPIED_BYTES[4] + UNFUSED_ADAM_BYTES / ranks) / bytes_per_s
+    samples_per_s = micro_batch * num_micro_steps / step_s
     return megatron_flop(shape, benchmark["tokens"], recomputes=benchmark["recompute"]) * samples_per_s / 1e12
 
 

@@ -51,6 +51,8 @@ _GPUS = (
     (r"3090", "rtx3090-2x", "rtx3090-24gb"),
     (r"gb10|spark", "dgx-spark", "gb10-128gb"),
 )
+# Words of a row's software, and its attention in `published.toml`.
+_ATTENTION = ((r"composer|llm-foundry", "triton"), (r"megatron|nemo|transformer engine", "cudnn"))
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
 
 
@@ -85,7 +87,6 @@ def testbed_of(row: PublishedRow) -> Testbed:
         ranks_per_node=per_node,
         num_nodes=world_size // per_node,
         inter_node=link,
-        intra_node=_intra_node(row, cluster),
         overlap_slowdown=published_table()["overlap_slowdown"],
     )
     return Testbed(
@@ -99,9 +100,15 @@ def testbed_of(row: PublishedRow) -> Testbed:
     )
 
 
-def _intra_node(row: PublishedRow, cluster: Cluster):  # type: ignore[no-untyped-def]
-    """NVLink bridges and peer access, where the row names them on cards of PCIe."""
-    return cluster.intra_node
+def with_attention(device: Device, row: PublishedRow) -> Device:
+    """The device with the attention kernels of the row's software."""
+    words = f"{row.words('source')} {row.words('system')}"
+    name = next((name for pattern, name in _ATTENTION if re.search(pattern, words)), None)
+    if name is None:
+        return device
+    shares = published_table()["attention"][name]
+    share = next((share for prefix, share in shares.items() if device.name.startswith(prefix)), device.attention_share)
+    return dataclasses.replace(device, attention_share=share)
 
 
 def _stated_bytes_per_s(row: PublishedRow, per_node: int) -> float | None:
@@ -114,7 +121,7 @@ def _stated_bytes_per_s(row: PublishedRow, per_node: int) -> float | None:
         if plain is None:
             return None
         whole = float(plain[1]) * 1e9 / 8
-    times = re.match(r"\s*(\d+)\s*[x×]\s*\d", words)
+    times = re.match(r"\s*(\d+)\s*x\s*\d", words)
     if times:
         return whole * int(times[1])
     first_number = re.search(r"\d[\d.]*\s*[gt]b[^(]*", words)

@@ -15,7 +15,7 @@ from benchmarks.papers.row import PublishedRow
 from benchmarks.papers.states import fits, peak_bytes
 from benchmarks.papers.testbed import NotPredictable, megatron_flop
 from benchmarks.planners.compute import Arithmetic, describe_run, with_arithmetic
-from benchmarks.planners.hardware import testbed_of
+from benchmarks.planners.hardware import testbed_of, with_attention
 from benchmarks.planners.models import RunModel, model_of_run
 from benchmarks.planners.systems import Degrees, degrees_of, system_of_run
 from mics_strategy.errors import ConfigError
@@ -113,7 +113,8 @@ def read_run(row: PublishedRow) -> Run:
     if per_node % tensor:
         raise NotPredictable(f"tensor parallelism over {tensor} ranks does not divide the {per_node} of a node")
     num_ranks = testbed.cluster.world_size // tensor
-    cluster = dataclasses.replace(testbed.cluster, ranks_per_node=per_node // tensor)
+    device = with_attention(testbed.cluster.device, row)
+    cluster = dataclasses.replace(testbed.cluster, device=device, ranks_per_node=per_node // tensor)
     return Run(
         row=row,
         model=model,

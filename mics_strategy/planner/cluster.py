@@ -43,7 +43,7 @@ from mics_strategy.planner.measured import (
 from mics_strategy.planner.quantities import LARGEST, Quantity, parse_quantity
 
 _DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
-_SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source")  # optional
+_SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source", "attention_share")  # optional
 _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
@@ -53,6 +53,9 @@ _CLUSTER_FIELDS = (
 # Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
 # is read; in addition, the parameter is written in the dtype in which it is used.
 _ADAM_BYTES = 28
+# Share of its memory's speed at which a training's kernels that are no matrix products run. Fitted together with the width
+# in `simulator`, on the half of the public runs that docs/planner-leaderboard.md names.
+_MEMORY_SHARE = 0.71
 _BACKENDS = ("nccl", "gloo")
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
@@ -70,6 +73,7 @@ class Device:
         sustained_efficiency: Share of its best speed, in matrix products and in memory, that the kernels of a training
             sustain, 0 to 1; 1 where the figures above are those of a training.
         sustained_source: Origin of that share.
+        attention_share: Speed of fused attention with long sequences, in times of that of matrix products, 0 to 1.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Device:
     matmul_efficiency: float
     sustained_efficiency: float = 1.0
     sustained_source: str = ""
+    attention_share: float = 1.0
 
     @property
     def sustained_flop_per_s(self) -> float:
@@ -88,7 +93,7 @@ class Device:
     @property
     def sustained_bytes_per_s(self) -> float:
         """Bytes per second between memory and processor in a training's other kernels."""
-        return self.memory_bytes_per_s * self.sustained_efficiency
+        return self.memory_bytes_per_s * _MEMORY_SHARE * self.sustained_efficiency
 
     def with_best_kernels(self) -> Device:
         """The same device, whose trainings sustain its best speed."""
@@ -373,6 +378,7 @@ def _device(value: Any, where: str) -> Device:
         matmul_efficiency=_share(value["matmul_efficiency"], f"`matmul_efficiency` of {where}"),
         sustained_efficiency=sustained,
         sustained_source=str(value.get("sustained_source", "stated" if sustained < 1 else "")),
+        attention_share=_share(value.get("attention_share", 1.0), f"`attention_share` of {where}"),
     )
 
 

@@ -105,12 +105,14 @@ class CalibrationOrigin:
 class MeasuredUnit:
     """Measured seconds of one unit for one micro-step.
 
-    They are those of the slowest rank, while all ranks of a node compute.
+    They are those of the slowest rank, while all ranks of a node compute. A second forward takes as long as the first
+    where `recompute_s` is None.
     """
 
     name: str
     forward_s: float
     backward_s: float
+    recompute_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,12 @@ class UnitModel:
         parameters: Parameters, in the order of the engine.
         forward_flop: FLOP of matrix products that the forward of one sample executes. A fused kernel computes half of
             the scores of causal attention.
+        attention_flop: FLOP of fused attention among `forward_flop`.
+        attention_share: Share of its best speed at which attention runs with this length and head size; see
+            `attention_speed`.
+        tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing after it
+            is kept for the backward.
+        width: Elements of a token in its matrix products, 0 where that is not known.
         saved_bytes: Bytes that autograd keeps for the backward of one sample, without recomputation. Those of the loss
             and of the model's output belong to the unit that computes the output.
         input_bytes: Bytes of the unit's input for one sample, which is all that recomputation keeps.
@@ -66,11 +72,32 @@ class UnitModel:
     freed_bytes: int = 0
     depth: int = 1
     is_layer: bool = True
+    attention_flop: float = 0.0
+    attention_share: float = 1.0
+    tail_flop: float = 0.0
+    width: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of its parameters."""
         return sum(parameter.numel for parameter in self.parameters)
+
+
+def attention_speed(num_tokens: int, head_size: int) -> float:
+    """Speed of fused attention over that of long sequences and heads of 128 elements.
+
+    Short sequences fill the device badly and compute more of the masked half; small heads have more exponentials for
+    each product.
+
+    Args:
+        num_tokens: Tokens of a sequence.
+        head_size: Elements of a head.
+
+    Source:
+        FlashAttention-2 (arXiv:2307.08691), figure 4, causal forward and backward on A100: 102, 143, 165, 178, 186 and
+        189 TFLOP/s for 512 to 16k tokens and heads of 128; 171 for heads of 64.
+    """
+    return num_tokens / (num_tokens + 370) * min(1.0, 1.117 * head_size / (head_size + 15))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mics_strategy.engine.units import LARGE_NUMEL, MIN_SHARE
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
+from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel, attention_speed
 
 CAUSAL_FAMILIES = ("llama", "gpt2")
 FAMILIES = (*CAUSAL_FAMILIES, "bert", "roberta")
@@ -47,6 +47,8 @@ class TransformerShape:
         tie_embeddings: Whether one matrix is both the embedding and the output projection.
         dropout: Whether training drops activations. Llama does not.
         is_pre_norm: Whether the LayerNorms of bert and roberta precede their blocks.
+        is_fused: Whether kernels of one operation keep less: the activation only its input, norms and loss no copies in
+            fp32, and the loss writes its gradient over the logits.
     """
 
     name: str
@@ -61,6 +63,7 @@ class TransformerShape:
     tie_embeddings: bool = True
     dropout: bool = True
     is_pre_norm: bool = False
+    is_fused: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -166,6 +169,10 @@ def _unit(
         kind=kind,
         parameters=parameters,
         forward_flop=cost.forward_flop,
+        attention_flop=cost.attention_flop,
+        attention_share=cost.attention_share,
+        tail_flop=cost.tail_flop,
+        width=cost.width,
         saved_bytes=cost.saved_bytes,
         input_bytes=cost.input_bytes,
         working_bytes=cost.working_bytes,
@@ -299,6 +306,10 @@ class _Cost:
     """What one sample costs in one unit; the fields are those of `UnitModel`."""
 
     forward_flop: float = 0.0
+    attention_flop: float = 0.0
+    attention_share: float = 1.0
+    tail_flop: float = 0.0
+    width: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
     working_bytes: int = 0
@@ -319,10 +330,11 @@ def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
     mask = h if shape.drops else 0
     attention = b * (2 * h + 2 * k) + _FP32 * shape.num_heads  # query, key, value, output, sums of rows
     if shape.family == "llama":
-        saved = 2 * (_FP32 * h + _FP32 + 2 * b * h) + attention + 4 * b * f
+        norm, gated = (b * h, 3) if shape.is_fused else (_FP32 * h + b * h, 4)
+        saved = 2 * (norm + _FP32 + b * h) + attention + gated * b * f
         working = 2 * b * f + b * h
     else:
-        activation = 5 if shape.family == "gpt2" else 2
+        activation = 5 if shape.family == "gpt2" and not shape.is_fused else 2
         saved = 4 * b * h + attention + activation * b * f + 2 * mask + 2 * _STATISTICS
         if shape.family == "gpt2":
             working = 2 * b * f + b * h - mask
@@ -331,6 +343,10 @@ def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
             working = max(b * f + b * h - freed, 2 * b * h)
     return _Cost(
         forward_flop=s * (2.0 * shape.layer_weights + scores),
+        attention_flop=float(s * scores),
+        attention_share=attention_speed(s, h // shape.num_heads),
+        tail_flop=2.0 * s * h * f,
+        width=h,
         saved_bytes=s * saved,
         input_bytes=s * b * h,
         working_bytes=s * working,
@@ -343,8 +359,14 @@ def _logits_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
     Kept are the logits, and their logarithms in fp32; the gradients of both in fp32 are temporary.
     """
     h, vocab = shape.hidden_size, shape.vocab_size
+    if shape.is_fused:
+        kept = b * vocab + _FP32 + _INDEX + b * h
+        flop = 2.0 * s * h * vocab
+        freed = s * (_INDEX + b * h)
+        return _Cost(forward_flop=flop, width=h, saved_bytes=s * kept, input_bytes=s * b * h, freed_bytes=freed)
     return _Cost(
         forward_flop=2.0 * s * h * vocab,
+        width=h,
         saved_bytes=s * ((b + _FP32) * vocab + _INDEX + b * h),
         input_bytes=s * b * h,
         working_bytes=s * (2 * _FP32 * vocab - _INDEX),
@@ -385,6 +407,7 @@ def _root_cost(shape: TransformerShape, s: int, b: int, unit_roles: Sequence[str
         before, freed, working = norm + mask, norm + b * h + (norm if shape.is_pre_norm else 0), b * h
     return _Cost(
         forward_flop=sum(part.forward_flop for part in parts),
+        width=h,
         saved_bytes=s * (before + freed) + sum(part.saved_bytes for part in parts),
         input_bytes=s * _INDEX,
         working_bytes=max(s * working, *(part.working_bytes for part in parts), 0),

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
+from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel, attention_speed
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -115,6 +115,8 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
                 for e in spec.parameters
             ),
             forward_flop=float(cost.flop),
+            attention_flop=float(cost.attention_flop),
+            attention_share=cost.attention_flop / cost.attention_cost if cost.attention_cost else 1.0,
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
             working_bytes=max(0, cost.working_bytes),
@@ -138,6 +140,8 @@ class _Cost:
     """What one unit cost in one trace."""
 
     flop: int = 0
+    attention_flop: int = 0
+    attention_cost: int = 0  # FLOP over the share of the best speed
     saved_bytes: int = 0
     input_bytes: int = 0
     working_bytes: int = 0
@@ -343,6 +347,13 @@ class _Recorder(TorchDispatchMode):
         if not self.is_backward:
             self.costs[self._running[-1]].flop += round(flop)
 
+    def count_attention(self, flop: float, share: float) -> None:
+        """Count FLOP of fused attention at a share of its best speed."""
+        self.count(flop)
+        if not self.is_backward:
+            self.costs[self._running[-1]].attention_flop += round(flop)
+            self.costs[self._running[-1]].attention_cost += round(flop / share)
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -391,7 +402,8 @@ class _FusedKernels(TorchFunctionMode):
         """Attention [..., heads, length, head size] whose scores are never stored."""
         is_causal = is_causal or (len(masks) > 2 and bool(masks[2]))  # after the mask and the dropout
         scores = query.shape[:-1].numel() * key.shape[-2]
-        self._recorder.count(2 * scores * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1))
+        flop = 2 * scores * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
+        self._recorder.count_attention(flop, attention_speed(key.shape[-2], query.shape[-1]))
         out: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return out
 

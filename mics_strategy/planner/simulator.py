@@ -21,7 +21,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cluster import Cluster, Device
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.event_queue import Slowdown, Times, run
-from mics_strategy.planner.measured import MeasuredCompute
+from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model import UnitModel
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.unit_plans import unit_plans
@@ -33,6 +33,9 @@ _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the l
 # Passes over the saved activations, for the operations that are no matrix products: each is read and written in the
 # forward; in the backward, both it and its gradient are.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
+# Elements of the inner dimension that filling the pipeline of a matrix product costs. Fitted; see planner-leaderboard.md.
+_PIPELINE_WIDTH = 80
+_ATTENTION_BACKWARD = 2.5  # the forward has 2 products, its backward 5: FlashAttention-2 (arXiv:2307.08691), section 4.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +126,14 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     times = []
     for unit in job.workload.model.units:
         forward_s, backward_s = compute_times(unit, job.micro_batch, job.cluster.device)
-        forward_s, backward_s = (s * job.cluster.slowest_node_factor for s in (forward_s, backward_s))
+        recompute_s = recompute_seconds(unit, job.micro_batch, job.cluster.device)
+        slowest = job.cluster.slowest_node_factor
+        forward_s, recompute_s, backward_s = (s * slowest for s in (forward_s, recompute_s, backward_s))
         times.append(
             UnitTime(
                 name=unit.name or ROOT_NAME,
                 forward_s=forward_s,
-                recompute_s=forward_s if job.recompute and unit.is_layer else 0.0,
+                recompute_s=recompute_s if job.recompute and unit.is_layer else 0.0,
                 backward_s=backward_s,
             )
         )
@@ -137,9 +142,29 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
 
 def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float, float]:
     """Seconds of the forward and the backward of one unit for so many samples."""
-    matmul_s = unit.forward_flop * samples / device.sustained_flop_per_s
+    matmul_s = (unit.forward_flop - unit.attention_flop) * samples / matmul_flop_per_s(unit, device)
+    attention_flop_per_s = device.sustained_flop_per_s * device.attention_share * unit.attention_share
+    attention_s = unit.attention_flop * samples / attention_flop_per_s
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
-    return matmul_s + _FORWARD_PASSES * pass_s, 2 * matmul_s + _BACKWARD_PASSES * pass_s
+    forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
+    return forward_s, 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
+
+
+def matmul_flop_per_s(unit: UnitModel, device: Device) -> float:
+    """FLOP per second of a unit's matrix products; each fills and drains the device's pipeline once."""
+    if not unit.width:
+        return device.sustained_flop_per_s
+    return device.sustained_flop_per_s * unit.width / (unit.width + _PIPELINE_WIDTH)
+
+
+def recompute_seconds(unit: UnitModel, samples: int, device: Device) -> float:
+    """Seconds of the second forward of one unit, which ends where the last kept activation is there.
+
+    Source:
+        torch.utils.checkpoint.set_checkpoint_early_stop, which is on for checkpoints that are not reentrant.
+    """
+    forward_s, _ = compute_times(unit, samples, device)
+    return forward_s - unit.tail_flop * samples / matmul_flop_per_s(unit, device)
 
 
 def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]:
@@ -160,11 +185,15 @@ def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]
         UnitTime(
             name=unit.name or ROOT_NAME,
             forward_s=times.forward_s,
-            recompute_s=times.forward_s if job.recompute and unit.is_layer else 0.0,
+            recompute_s=_recomputed(times) if job.recompute and unit.is_layer else 0.0,
             backward_s=times.backward_s,
         )
         for unit, times in zip(units, measured.units, strict=True)
     )
+
+
+def _recomputed(times: MeasuredUnit) -> float:
+    return times.forward_s if times.recompute_s is None else times.recompute_s
 
 
 def optimizer_seconds(job: Job) -> float:
