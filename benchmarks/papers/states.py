@@ -23,13 +23,20 @@ _ADAM_BYTES = 12  # master, and two moments, in fp32
 _GATHERED_UNITS = 2  # the one in use, and the one ahead
 
 
-def states_bytes(job: PublishedJob, numel: float) -> float:
-    """Bytes of model states of one rank, secondary copy included."""
+def states_bytes(job: PublishedJob, numel: float, trained: float | None = None) -> float:
+    """Bytes of model states of one rank, secondary copy included.
+
+    Args:
+        job: Training.
+        numel: Parameters.
+        trained: Those of them that are trained; None for all.
+    """
+    trained = numel if trained is None else trained
     scopes = job.job.scopes
     element = job.job.workload.param.itemsize
     adam = _ADAM_BYTES if element == 2 else 8
-    copies = 1 / scopes.params + 1 / scopes.grads + (1 / scopes.secondary if scopes.has_secondary else 0)
-    return numel * (element * copies + adam / scopes.optimizer)
+    copies = 1 / scopes.params + (1 / scopes.secondary if scopes.has_secondary else 0)
+    return numel * element * copies + trained * (element / scopes.grads + adam / scopes.optimizer)
 
 
 def peak_bytes(job: PublishedJob) -> float:
@@ -44,7 +51,8 @@ def peak_bytes(job: PublishedJob) -> float:
     gathered = _GATHERED_UNITS * largest if job.job.scopes.params > 1 else 0
     pending = largest
     dynamic = activations + gathered + pending
-    return states_bytes(job, model.numel) + (1 + FRAGMENTATION_SHARE) * dynamic + job.system.buffer_bytes
+    trained = sum(p.numel for unit in model.units for p in unit.parameters if p.is_trained)
+    return states_bytes(job, model.numel, trained) + (1 + FRAGMENTATION_SHARE) * dynamic + job.system.buffer_bytes
 
 
 def fits(job: PublishedJob) -> bool:

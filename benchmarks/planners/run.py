@@ -14,7 +14,7 @@ from benchmarks.papers.job import PublishedJob, PublishedModel, make_job
 from benchmarks.papers.row import PublishedRow
 from benchmarks.papers.states import fits, peak_bytes
 from benchmarks.papers.testbed import NotPredictable, megatron_flop
-from benchmarks.planners.compute import Arithmetic, describe_run, with_arithmetic
+from benchmarks.planners.compute import Arithmetic, describe_run, owners_broadcasts_s, with_arithmetic
 from benchmarks.planners.hardware import testbed_of, with_attention
 from benchmarks.planners.models import RunModel, model_of_run
 from benchmarks.planners.systems import Degrees, degrees_of, system_of_run
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from benchmarks.papers.systems import System
     from benchmarks.papers.testbed import Testbed
 
+_OFFLOADS = ("gb200", "gb300", "gh200")  # to a host by NVLink, in place of recomputation
 _LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
 
 
@@ -81,7 +82,7 @@ def predict_run(row: PublishedRow) -> PredictedRun:
     try:
         run = read_run(row)
         job, micro_batch, num_micro_steps = _job(run)
-        step_s = step_seconds(job.job)
+        step_s = step_seconds(job.job) + owners_broadcasts_s(job.job, run.system.name)
     except ConfigError as error:
         raise NotPredictable(str(error)) from error
     samples_per_s = micro_batch * num_micro_steps * run.num_ranks / step_s
@@ -133,6 +134,8 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
     stated = run.row.recomputes
     is_selective = "sel" in run.row.words("activation_ckpt") or "op" == run.row.words("activation_ckpt")
     tries = [stated or is_selective] if stated is not None or is_selective else [False, True]
+    if len(tries) > 1 and run.testbed.cluster.device.name.startswith(_OFFLOADS):
+        tries = tries[:1]
     batches = [batch] if batch else _likely_batches(run)
     notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
     if len(tries) > 1:
