@@ -90,6 +90,7 @@ def find_testbed(row: PublishedRow) -> Testbed:
         cluster.device.with_best_kernels(),
         matmul_efficiency=cluster.device.matmul_efficiency / factor,
         memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor,
+        attention_share=next(benchmarks(fields["software"])).get("attention_share", 1.0),
     )
     return Testbed(
         cluster=dataclasses.replace(cluster, device=device, overlap_slowdown=published_table()["overlap_slowdown"]),

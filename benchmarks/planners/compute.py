@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from benchmarks.papers.testbed import COPIED_BYTES, UNFUSED_ADAM_BYTES
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model_formulas import describe
-from mics_strategy.planner.simulator import Job, compute_times, matmul_flop_per_s, recompute_seconds
+from mics_strategy.planner.simulator import Job, compute_times, matmul_flop_per_s, recompute_seconds, straggler_factor
 
 if TYPE_CHECKING:
     from benchmarks.papers.row import PublishedRow
@@ -40,7 +40,10 @@ _EAGER_BYTES = 1.65 * 147 - 91
 # Share of LLaMA's saved activations that tensor parallelism without sequence parallelism keeps whole: inputs and outputs
 # of the norms, and of the blocks (20 of 46 h bytes; Korthikanti et al., arXiv:2205.05198, table 2).
 _REPLICATED = 0.45
-_SLICE_BYTES, _ADAPTERS = 2**19, 4  # of a chain in NCCL; adapters that share a node's bandwidth
+# Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), outputs are
+# written, read and added (8 of 10.5 h).
+_ADAPTER_BYTES = 1.65 * 103
+_SLICE_BYTES, _RANKS_OF_ADAPTER = 2**19, 2  # of a chain in NCCL; ranks that share an adapter
 _ADDED_BYTES = 6  # of a gradient that autograd adds to that of the micro-step before, in 16 bits
 _FUSED_ADAM_BYTES = 30  # of memory traffic for each element, in one kernel
 
@@ -147,11 +150,12 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
         if arithmetic.is_lora:
             backward_s -= forward_matmul_seconds(job, unit)
         copies_s = _copied_bytes(job, unit) / device.sustained_bytes_per_s
+        slowest = straggler_factor(job.cluster.num_nodes)
         measured = MeasuredUnit(
             name=unit.name,
-            forward_s=forward_s,
-            backward_s=max(0.0, backward_s) + copies_s,
-            recompute_s=max(0.0, recompute_s),
+            forward_s=forward_s * slowest,
+            backward_s=(max(0.0, backward_s) + copies_s) * slowest,
+            recompute_s=max(0.0, recompute_s) * slowest,
         )
         units.append(measured)
     measured_compute = MeasuredCompute(
@@ -180,10 +184,11 @@ def _saved_seconds(job: Job, unit: UnitModel, arithmetic: Arithmetic) -> float:
 
 
 def _eager_seconds(job: Job, model: RunModel, arithmetic: Arithmetic, unit: UnitModel) -> float:
-    """Seconds that a forward of LLaMA's layer takes longer where each operation is a kernel; a backward takes twice."""
-    if arithmetic.kernels != "eager" or model.shape.family != "llama":
-        return 0.0
-    return _EAGER_BYTES * unit.input_bytes / 2 * job.micro_batch / job.cluster.device.sustained_bytes_per_s
+    """Seconds of a layer's forward in kernels that no product's memory covers; a backward takes twice as long."""
+    num_bytes = _ADAPTER_BYTES if arithmetic.is_lora else 0.0
+    if arithmetic.kernels == "eager" and model.shape.family == "llama":
+        num_bytes += _EAGER_BYTES
+    return num_bytes * unit.input_bytes / 2 * job.micro_batch / job.cluster.device.sustained_bytes_per_s
 
 
 def _copied_bytes(job: Job, unit: UnitModel) -> float:
@@ -229,6 +234,6 @@ def owners_broadcasts_s(job: Job, system: str) -> float:
         return 0.0
     count = min(owners, sum(len(unit.parameters) for unit in job.workload.model.units))
     num_nodes = math.ceil(owners / job.cluster.ranks_per_node)
-    adapter_bytes_per_s = job.cluster.inter_node.bytes_per_s * job.cluster.ranks_per_node / _ADAPTERS
+    adapter_bytes_per_s = job.cluster.inter_node.bytes_per_s * _RANKS_OF_ADAPTER
     hop_s = job.cluster.inter_node.latency_s + _SLICE_BYTES / adapter_bytes_per_s
     return count * ((num_nodes - 1) * hop_s + (owners - num_nodes) * job.cluster.intra_node.latency_s)

@@ -52,7 +52,8 @@ _GPUS = (
     (r"gb10|spark", "dgx-spark", "gb10-128gb"),
 )
 # Words of a row's software, and its attention in `published.toml`.
-_ATTENTION = ((r"composer|llm-foundry", "triton"), (r"megatron|nemo|transformer engine", "cudnn"))
+# InternEvo's table is InternLM's of 2023, whose installation names flash-attention 1.0.5.
+_ATTENTION = ((r"composer|llm-foundry|internevo|internlm", "flash1"), (r"megatron|nemo|transformer engine", "cudnn"))
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
 
 

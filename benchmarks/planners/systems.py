@@ -83,11 +83,15 @@ def system_of_run(row: PublishedRow, num_ranks: int, ranks_per_node: int) -> Sys
 
 
 def _wire(row: PublishedRow, system: System) -> str:
-    """Dtype of gradients on the wire: fp32, where a row's words say that the mixed precision is PyTorch's default."""
+    """Dtype of gradients on the wire.
+
+    It is fp32 where a row says so, and by default with FSDP2: torchtitan's `mixed_precision_reduce`, and NeMo's policy.
+    """
     precision = row.words("precision")
     if "pure" in precision:
         return "bfloat16"
-    return "float32" if re.search(r"default|fp32 (reduce|grad)", precision) else system.wire
+    is_fp32 = re.search(r"default|fp32 (reduce|grad)", precision) or re.search(r"fsdp2|titan", row.words("system"))
+    return "float32" if is_fp32 else system.wire
 
 
 def _scopes(row: PublishedRow, words: str, num_ranks: int, ranks_per_node: int) -> tuple[str, int]:

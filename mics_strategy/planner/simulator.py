@@ -11,6 +11,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the l
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
 # Elements of the inner dimension that filling the pipeline of a matrix product costs. Fitted; see planner-leaderboard.md.
 _PIPELINE_WIDTH = 80
+_NODE_SPREAD = 0.01  # of the time of equal nodes, one standard deviation; fitted as above
 _ATTENTION_BACKWARD = 2.5  # the forward has 2 products, its backward 5: FlashAttention-2 (arXiv:2307.08691), section 4.1
 
 
@@ -127,7 +129,8 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     for unit in job.workload.model.units:
         forward_s, backward_s = compute_times(unit, job.micro_batch, job.cluster.device)
         recompute_s = recompute_seconds(unit, job.micro_batch, job.cluster.device)
-        slowest = job.cluster.slowest_node_factor
+        measured = job.cluster.slowest_node_factor
+        slowest = measured if measured > 1 else straggler_factor(job.cluster.num_nodes)
         forward_s, recompute_s, backward_s = (s * slowest for s in (forward_s, recompute_s, backward_s))
         times.append(
             UnitTime(
@@ -148,6 +151,15 @@ def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float,
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
     forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
     return forward_s, 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
+
+
+def straggler_factor(num_nodes: int) -> float:
+    """Time of the slowest of equal nodes over that of an average one.
+
+    Source:
+        Expected maximum of so many normal variates, for large numbers sqrt(2 ln n) deviations above the mean.
+    """
+    return 1 + _NODE_SPREAD * math.sqrt(2 * math.log(num_nodes))
 
 
 def matmul_flop_per_s(unit: UnitModel, device: Device) -> float:
