@@ -1,4 +1,4 @@
-"""Arithmetic of a public run that this package's engine does not do itself: tensor parallelism, FP8, adapters, experts.
+"""Arithmetic of a public run that this package's engine does not do itself: tensor parallelism, FP8, adapters.
 
 The units of the model are those of one rank of data parallelism, divided among its ranks of tensor parallelism; their
 seconds are the planner's own, with what is added here.
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 # 8-bit products beside those in 16 bits: by the datasheets; with scales by row torchao's README has two fifths of the gain.
 _FP8_SPEED, _ROWWISE_SPEED = 2.0, 1.25
-_FP8_INPUTS = 4  # elements that are converted by kernels of their own, by those of a layer's width; norms convert theirs
+_FP8_INPUTS = (
+    4  # elements that are converted by kernels of their own, by those of a layer's width; norms convert theirs
+)
 # Words of systems whose kernels are fused by hand, or with norms and rotations of their own; others are eager.
 _KERNELS = (
     (r"megatron|nemo|automodel|fast-llm|unsloth|liger|nanotron|transformer ?engine|composer", "fused"),
@@ -40,9 +42,13 @@ _EAGER_BYTES = 1.65 * 147 - 91
 # Share of LLaMA's saved activations that tensor parallelism without sequence parallelism keeps whole: inputs and outputs
 # of the norms, and of the blocks (20 of 46 h bytes; Korthikanti et al., arXiv:2205.05198, table 2).
 _REPLICATED = 0.45
-# Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), outputs are
-# written, read and added (8 of 10.5 h).
-_ADAPTER_BYTES = 1.65 * 103
+# Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), and outputs are
+# read and written where the adapter is added (4 of 10.5 h).
+_ADAPTER_BYTES = 1.65 * 61
+# Kernels of a layer's forward, by `kernels`; a backward has twice as many. Counted in a trace of transformers' LLaMA; the
+# time of a launch is PyTorch's ("Accelerating PyTorch with CUDA Graphs", 2021: about 10 us an operation with its Python).
+_LAUNCHES = {"eager": 50, "partly": 35, "fused": 18}
+_LAUNCH_S = 8e-6
 _SLICE_BYTES, _RANKS_OF_ADAPTER = 2**19, 2  # of a chain in NCCL; ranks that share an adapter
 _ADDED_BYTES = 6  # of a gradient that autograd adds to that of the micro-step before, in 16 bits
 _FUSED_ADAM_BYTES = 30  # of memory traffic for each element, in one kernel
@@ -58,7 +64,7 @@ class Arithmetic:
         is_rowwise: Whether each row of an 8-bit matrix has a scale of its own.
         is_fp32: Whether everything is in fp32.
         is_lora: Whether adapters alone are trained.
-        is_selective: Whether only some of the activations are recomputed.
+        kept_layers: Every how many layers one keeps its activations where others are recomputed; 0 where none does.
         kernels: Kernels that are no matrix products: "fused" by a compiler or by hand, "partly" with norms and rotations
             of their own, or "eager".
         stops_early: Whether recomputation ends at the last activation that is kept.
@@ -73,7 +79,7 @@ class Arithmetic:
     is_lora: bool = False
     kernels: str = "eager"
     stops_early: bool = True
-    is_selective: bool = False
+    kept_layers: int = 0
     optimizer_bytes: int = _FUSED_ADAM_BYTES
     replicated: float = 0.0
 
@@ -101,20 +107,18 @@ def describe_run(model: RunModel, tokens: int, arithmetic: Arithmetic) -> ModelD
     is_fused = arithmetic.kernels == "fused" or model.shape.family != "llama"
     shape = dataclasses.replace(model.shape, num_positions=0, is_fused=is_fused)
     described = describe(shape, tokens, 4 if arithmetic.is_fp32 else 2)
-    units = tuple(_unit(unit, index, model, tokens, arithmetic) for index, unit in enumerate(described.units))
+    units = tuple(_unit(unit, index, arithmetic) for index, unit in enumerate(described.units))
     return dataclasses.replace(described, units=units)
 
 
-def _unit(unit: UnitModel, index: int, model: RunModel, tokens: int, arithmetic: Arithmetic) -> UnitModel:
+def _unit(unit: UnitModel, index: int, arithmetic: Arithmetic) -> UnitModel:
     tensor = arithmetic.tensor
     divided = arithmetic.replicated + (1 - arithmetic.replicated) / tensor
-    parameters = tuple(_parameter(p, unit, model, arithmetic) for p in unit.parameters)
-    is_expert = unit.is_layer and model.experts > 1
-    ffn_flop = 2.0 * tokens * sum(p.numel for p in unit.parameters if ".mlp." in p.name) if is_expert else 0.0
+    parameters = tuple(_parameter(p, arithmetic) for p in unit.parameters)
     return dataclasses.replace(
         unit,
         parameters=parameters,
-        forward_flop=(unit.forward_flop + ffn_flop * (model.active - 1)) / tensor,
+        forward_flop=unit.forward_flop / tensor,
         attention_flop=unit.attention_flop / tensor,
         width=round(2 * unit.width / (1 + tensor)),  # the rows of half of the products are divided
         tail_flop=unit.tail_flop / tensor if arithmetic.stops_early else 0.0,
@@ -122,16 +126,15 @@ def _unit(unit: UnitModel, index: int, model: RunModel, tokens: int, arithmetic:
         input_bytes=round(unit.input_bytes / (1 if arithmetic.replicated else tensor)),
         working_bytes=round(unit.working_bytes / tensor),
         freed_bytes=round(unit.freed_bytes / tensor),
-        is_layer=unit.is_layer and not (arithmetic.is_selective and index % 2),
+        is_layer=unit.is_layer and not (arithmetic.kept_layers and index % arithmetic.kept_layers == 0),
     )
 
 
-def _parameter(p: ParameterShape, unit: UnitModel, model: RunModel, arithmetic: Arithmetic) -> ParameterShape:
+def _parameter(p: ParameterShape, arithmetic: Arithmetic) -> ParameterShape:
     rows = p.shape[0]
     if len(p.shape) > 1:
-        rows = math.ceil(rows / arithmetic.tensor) * (model.experts if ".mlp." in p.name else 1)
-    is_trained = not (arithmetic.is_lora and unit.is_layer) and not arithmetic.is_lora
-    return dataclasses.replace(p, shape=(rows, *p.shape[1:]), is_trained=is_trained)
+        rows = math.ceil(rows / arithmetic.tensor)
+    return dataclasses.replace(p, shape=(rows, *p.shape[1:]), is_trained=not arithmetic.is_lora)
 
 
 def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmetic) -> Job:
@@ -147,6 +150,9 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
             comm_s += _eager_seconds(job, model, arithmetic, unit)
             forward_s, recompute_s = forward_s + comm_s - saved_s, recompute_s + comm_s - saved_s
             backward_s += 2 * comm_s - 2 * saved_s - tensor_s
+            launch_s = _LAUNCHES[arithmetic.kernels] * _LAUNCH_S / max(1, _parts(job))
+            forward_s, recompute_s = max(forward_s, launch_s), max(recompute_s, launch_s)
+            backward_s = max(backward_s, 2 * launch_s)
         if arithmetic.is_lora:
             backward_s -= forward_matmul_seconds(job, unit)
         copies_s = _copied_bytes(job, unit) / device.sustained_bytes_per_s

@@ -28,15 +28,11 @@ class RunModel:
     """The model of a run.
 
     Attributes:
-        shape: Numbers of its dense part; the feed-forward network is that of one expert.
-        experts: Experts of a layer; 1 for a dense model.
-        active: Experts of a token.
+        shape: Numbers of a dense transformer.
         assumptions: Assumptions for what the row does not state.
     """
 
     shape: TransformerShape
-    experts: int = 1
-    active: int = 1
     assumptions: tuple[str, ...] = ()
 
 
@@ -47,6 +43,8 @@ def model_of_run(row: PublishedRow) -> RunModel:
         NotPredictable: It is no transformer, or neither its name nor its size is known.
     """
     name = re.sub(r"[\s_]+", "-", row.words("model"))
+    if row.words("class") == "moe" or re.search(r"moe\b|a\d+b\b", name):
+        raise NotPredictable(f"`{row.text('model')}` is a mixture of experts, whose routing is not modelled")
     if any(word.replace("_", "-") in name for word in _NOT_TRANSFORMERS):
         raise NotPredictable(f"`{row.text('model')}` is no transformer; only transformers have formulas here")
     known = _known(name, row)
@@ -69,8 +67,9 @@ def _known(name: str, row: PublishedRow) -> RunModel | None:
         size = _size_of(name, row, entry["sizes"])
         if size is None:
             return None
-        experts, active = entry.get("experts", {}).get(size, (1, 1))
-        return RunModel(shape=_shape(size, entry, name), experts=experts, active=active)
+        if size in entry.get("experts", ()):
+            raise NotPredictable(f"`{name}` is a mixture of experts, whose routing is not modelled")
+        return RunModel(shape=_shape(size, entry, name))
     return None
 
 
@@ -136,9 +135,8 @@ def _stated(row: PublishedRow, known: RunModel | None) -> RunModel | None:
         num_kv_heads=kv_heads,
         vocab_size=row.count("vocab") or base.vocab_size,
     )
-    experts, active = (known.experts, known.active) if known is not None else (1, 1)
     assumptions = () if known is not None else ("structure by the row's layers and hidden size, gated like LLaMA's",)
-    return RunModel(shape=shape, experts=experts, active=active, assumptions=assumptions)
+    return RunModel(shape=shape, assumptions=assumptions)
 
 
 def _swiglu(hidden: int) -> int:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from benchmarks.papers.testbed import Testbed
 
 _OFFLOADS = ("gb200", "gb300", "gh200")  # to a host by NVLink, in place of recomputation
+# Every how many layers one keeps its activations, where recomputation is selective: torchtitan's keeps every second
+# product, IBM's skips some of the layers.
+_KEPT_LAYERS = (2, 3, 4, 8)
+_LIKELY_FILL = 0.80  # of a device's memory, for a choice that is not stated: people leave a margin
 _LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
 
 
@@ -131,28 +135,33 @@ def read_run(row: PublishedRow) -> Run:
 def _job(run: Run) -> tuple[PublishedJob, int, int]:
     """The training, its micro-batch and its micro-steps."""
     batch, num_micro_steps = _batch(run)
+    if not batch and not run.row.text("seq_len"):
+        raise NotPredictable("neither the batch nor the length of its samples is stated")
     stated = run.row.recomputes
     is_selective = "sel" in run.row.words("activation_ckpt") or "op" == run.row.words("activation_ckpt")
-    tries = [stated or is_selective] if stated is not None or is_selective else [False, True]
+    tries = [(stated or is_selective, 0)] if stated is not None or is_selective else [(False, 0), (True, 0)]
+    if is_selective:
+        tries = [(True, kept) for kept in _KEPT_LAYERS]
     if len(tries) > 1 and run.testbed.cluster.device.name.startswith(_OFFLOADS):
         tries = tries[:1]
     batches = [batch] if batch else _likely_batches(run)
     notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
-    if len(tries) > 1:
+    if is_selective:
+        notes = (*notes, "selective recomputation: one of so many layers keeps its activations, as many as fit")
+    elif len(tries) > 1:
         notes = (*notes, "recomputation not stated: none, where it fits")
-    job = None
     for size in batches:
-        for recompute in tries:
-            job = _make(run, size, num_micro_steps or 1, recompute, is_selective)
-            if fits(job):
+        for recompute, kept_layers in tries:
+            job = _make(run, size, num_micro_steps or 1, recompute, kept_layers)
+            share = 1.0 if stated is not None else _LIKELY_FILL
+            is_last = (size, (recompute, kept_layers)) == (batches[-1], tries[-1])
+            if is_last or (fits(job) and peak_bytes(job) <= share * job.job.cluster.device.memory_bytes):
                 return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), size, num_micro_steps or 1
-    if job is None:
-        raise NotPredictable("no micro-batch can be tried")
-    return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), batches[-1], num_micro_steps or 1
+    raise NotPredictable("no micro-batch can be tried")
 
 
-def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: bool, is_selective: bool) -> PublishedJob:
-    arithmetic = dataclasses.replace(run.arithmetic, is_selective=is_selective)
+def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: bool, kept_layers: int) -> PublishedJob:
+    arithmetic = dataclasses.replace(run.arithmetic, kept_layers=kept_layers)
     description = describe_run(run.model, run.tokens, arithmetic)
     shape = run.model.shape
     flop = tuple(megatron_flop(shape, run.tokens, recomputes=recomputes) for recomputes in (False, True))

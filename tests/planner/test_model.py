@@ -76,7 +76,15 @@ def check_agreement(formula: ModelDescription, trace: ModelDescription) -> None:
     assert [unit.name for unit in formula.units] == [unit.name for unit in trace.units]
     for mine, real in zip(formula.units, trace.units, strict=True):
         assert [(p.name, p.shape) for p in mine.parameters] == [(p.name, p.shape) for p in real.parameters], mine.name
-        for name in ("forward_flop", "attention_flop", "attention_share", "saved_bytes", "input_bytes", "working_bytes", "freed_bytes"):
+        for name in (
+            "forward_flop",
+            "attention_flop",
+            "attention_share",
+            "saved_bytes",
+            "input_bytes",
+            "working_bytes",
+            "freed_bytes",
+        ):
             assert getattr(mine, name) == pytest.approx(getattr(real, name), rel=0.01), (mine.name, name)
     assert formula.numel == trace.numel
     assert formula.model_flop_per_sample == pytest.approx(trace.model_flop_per_sample, rel=0.001)
