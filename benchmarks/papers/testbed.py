@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from benchmarks.papers.row import PublishedRow
 
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
-# Bytes of memory traffic of a gradient's way to the wire in PyTorch's FSDP, by the bytes of the wire's dtype: joined into
-# the flat buffer (read and written in 16 bits), cast, and divided by the ranks.
+# Bytes of memory traffic of a gradient's way to the wire in PyTorch's FSDP, by the bytes of the wire's dtype: joined
+# into the flat buffer (read and written in 16 bits), cast, and divided by the ranks.
 COPIED_BYTES = {4: 4 + 6 + 8, 2: 4 + 4}
 # Of Adam kernel by kernel for each element: nine of 8 to 16 bytes, and the clipping's two (Composer,
 # optim/decoupled_weight_decay.py).

@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from benchmarks.papers.testbed import COPIED_BYTES, UNFUSED_ADAM_BYTES
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model_formulas import describe
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from benchmarks.planners.models import RunModel
     from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
 
-# 8-bit products beside those in 16 bits: by the datasheets; with scales by row torchao's README has two fifths of the gain.
+# 8-bit products beside those in 16 bits: by the datasheets; with scales by row torchao's README has two fifths of the
+# gain.
 _FP8_SPEED, _ROWWISE_SPEED = 2.0, 1.25
 _FP8_INPUTS = (
     4  # elements that are converted by kernels of their own, by those of a layer's width; norms convert theirs
@@ -36,17 +39,18 @@ _KERNELS = (
 )
 _REENTRANT = r"internevo|megatron|nemo|deepspeed|colossal|trainer|zero"  # whose checkpoints repeat whole layers
 # Bytes that LLaMA's eager layer moves beyond the saved activations' passes for each element of its width, in a forward:
-# two RMSNorms in fp32 (36 each), two rotations (18), silu and product (10 of 2.7 h) and two additions (6) are 147, which
-# take 1.65 times as long as the passes that were fitted on MPT's 36; of these, 91 are counted already.
+# two RMSNorms in fp32 (36 each), two rotations (18), silu and product (10 of 2.7 h) and two additions (6) are 147,
+# which take 1.65 times as long as the passes that were fitted on MPT's 36; of these, 91 are counted already.
 _EAGER_BYTES = 1.65 * 147 - 91
-# Share of LLaMA's saved activations that tensor parallelism without sequence parallelism keeps whole: inputs and outputs
-# of the norms, and of the blocks (20 of 46 h bytes; Korthikanti et al., arXiv:2205.05198, table 2).
+# Share of LLaMA's saved activations that tensor parallelism without sequence parallelism keeps whole: inputs and
+# outputs of the norms, and of the blocks (20 of 46 h bytes; Korthikanti et al., arXiv:2205.05198, table 2).
 _REPLICATED = 0.45
-# Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), and outputs are
-# read and written where the adapter is added (4 of 10.5 h).
+# Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), and outputs
+# are read and written where the adapter is added (4 of 10.5 h).
 _ADAPTER_BYTES = 1.65 * 61
-# Kernels of a layer's forward, by `kernels`; a backward has twice as many. Counted in a trace of transformers' LLaMA; the
-# time of a launch is PyTorch's ("Accelerating PyTorch with CUDA Graphs", 2021: about 10 us an operation with its Python).
+# Kernels of a layer's forward, by `kernels`; a backward has twice as many. Counted in a trace of transformers' LLaMA;
+# the time of a launch is PyTorch's ("Accelerating PyTorch with CUDA Graphs", 2021: about 10 us an operation with its
+# Python).
 _LAUNCHES = {"eager": 50, "partly": 35, "fused": 18}
 _LAUNCH_S = 8e-6
 _SLICE_BYTES, _RANKS_OF_ADAPTER = 2**19, 2  # of a chain in NCCL; ranks that share an adapter
@@ -65,8 +69,8 @@ class Arithmetic:
         is_fp32: Whether everything is in fp32.
         is_lora: Whether adapters alone are trained.
         kept_layers: Every how many layers one keeps its activations where others are recomputed; 0 where none does.
-        kernels: Kernels that are no matrix products: "fused" by a compiler or by hand, "partly" with norms and rotations
-            of their own, or "eager".
+        kernels: Kernels that are no matrix products: "fused" by a compiler or by hand, "partly" with kernels for norms
+            and rotations, or "eager".
         stops_early: Whether recomputation ends at the last activation that is kept.
         optimizer_bytes: Bytes of memory traffic of the optimizer for each element.
         replicated: Share of activations that tensor parallelism does not divide.
@@ -199,7 +203,7 @@ def _eager_seconds(job: Job, model: RunModel, arithmetic: Arithmetic, unit: Unit
 
 def _copied_bytes(job: Job, unit: UnitModel) -> float:
     """Bytes that gradients move in memory beside the collectives: into a flat buffer, or onto those of before."""
-    wire = job.config.reduce_dtype.itemsize
+    wire = 4 if job.config.reduce_dtype == torch.float32 else 2
     copied = COPIED_BYTES[wire] if job.scopes.grads > 1 else _ADDED_BYTES if job.num_micro_steps > 1 else 0
     return float(sum(p.numel for p in unit.parameters if p.is_trained) * copied)
 

@@ -29,7 +29,7 @@ _OFFLOADS = ("gb200", "gb300", "gh200")  # to a host by NVLink, in place of reco
 # Every how many layers one keeps its activations, where recomputation is selective: torchtitan's keeps every second
 # product, IBM's skips some of the layers.
 _KEPT_LAYERS = (2, 3, 4, 8)
-_LIKELY_FILL = 0.80  # of a device's memory, for a choice that is not stated: people leave a margin
+_LIKELY_FILL = 0.85  # of a device's memory, for a choice that is not stated: people leave a margin
 _LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
 
 

@@ -18,7 +18,6 @@ FITTED_SOURCE = "llm-foundry"
 It is the largest one, about half of all rows, and the one that the catalog's efficiencies are from.
 """
 _DIFFERENT = 0.05  # two published values differ, for the order of pairs
-_OTHERS = ("fp8/tp/moe", "moe", "lora", "weak")  # classes without a model of all that they do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,8 @@ def score_lines(rows: Sequence[ScoredRow], *, num_worst: int = 0) -> Iterator[st
     kept, pairs = order_kept(rows)
     yield ""
     if pairs:
-        yield f"order kept in {kept} of {pairs} pairs of one model and cluster that differ by more than 5 %: {kept / pairs:.1%}"
+        share = f"{kept} of {pairs} pairs of one model and device that differ by more than 5 %: {kept / pairs:.1%}"
+        yield f"order kept in {share}"
     worst = sorted((row for row in rows if row.error is not None), key=lambda row: -abs(row.error or 0))[:num_worst]
     for row in worst:
         yield f"{row.row.text('id')}: {row.error:+.1%}, {row.row.text('system')}, {row.row.text('model')}"

@@ -53,8 +53,8 @@ _CLUSTER_FIELDS = (
 # Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
 # is read; in addition, the parameter is written in the dtype in which it is used.
 _ADAM_BYTES = 28
-# Share of its memory's speed at which a training's kernels that are no matrix products run. Fitted together with the width
-# in `simulator`, on the half of the public runs that docs/planner-leaderboard.md names.
+# Share of its memory's speed at which a training's kernels that are no matrix products run. Fitted together with the
+# width in `simulator`, on the half of the public runs that docs/planner-leaderboard.md names.
 _MEMORY_SHARE = 0.71
 _BACKENDS = ("nccl", "gloo")
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")

@@ -49,8 +49,8 @@ class UnitModel:
         attention_flop: FLOP of fused attention among `forward_flop`.
         attention_share: Share of its best speed at which attention runs with this length and head size; see
             `attention_speed`.
-        tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing after it
-            is kept for the backward.
+        tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing behind
+            it is kept.
         width: Elements of a token in its matrix products, 0 where that is not known.
         saved_bytes: Bytes that autograd keeps for the backward of one sample, without recomputation. Those of the loss
             and of the model's output belong to the unit that computes the output.

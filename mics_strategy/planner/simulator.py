@@ -34,7 +34,8 @@ _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the l
 # Passes over the saved activations, for the operations that are no matrix products: each is read and written in the
 # forward; in the backward, both it and its gradient are.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
-# Elements of the inner dimension that filling the pipeline of a matrix product costs. Fitted; see planner-leaderboard.md.
+# Elements of the inner dimension that filling the pipeline of a matrix product costs; fitted on the half of the public
+# runs that docs/planner-leaderboard.md names.
 _PIPELINE_WIDTH = 80
 _NODE_SPREAD = 0.01  # of the time of equal nodes, one standard deviation; fitted as above
 _ATTENTION_BACKWARD = (
