@@ -5,7 +5,8 @@ point has a lower bound of its time: the device must compute, and each link must
 the order of their bounds, points are simulated until the next bound is no faster than the fastest step so far, or until
 enough have been. The answer states by how much a point that was left out could still be faster.
 
-Times that differ by less than `EQUAL` count as equal. Of equal points, that with the fewest mesh axes is chosen.
+Times that differ by less than `EQUAL` count as equal. Of equal points, that which sends least between
+nodes is chosen, and of those with about as much, that with the fewest mesh axes.
 
 Deterministic: equal points are taken in the order of the space.
 
@@ -39,6 +40,7 @@ from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
 
 Buckets = tuple[BucketPlan, ...]  # of one unit
 
+_PLANNED_STEPS = 3  # micro-steps whose traffic is compared: a first, a middle and a last one
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 30), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
@@ -193,7 +195,7 @@ class _Search:
         return self._simplest(best, limit_bytes), max(0.0, 1 - missed_s / _seconds(best))
 
     def _simplest(self, best: Point, limit_bytes: float) -> Point:
-        """The least complex of the points that are as fast as the fastest."""
+        """The point with least traffic between nodes of those that are as fast as the fastest, or else the simplest."""
         equal = [
             point
             for point in self.points
@@ -201,7 +203,19 @@ class _Search:
             and point.memory.total_bytes <= limit_bytes
             and point.step_s <= _seconds(best) * (1 + EQUAL)
         ]
-        return min(equal, key=lambda p: (complexity(p.job.scopes), p.memory.total_bytes))
+        return min(equal, key=lambda p: (_traffic(p.job), complexity(p.job.scopes), p.memory.total_bytes))
+
+
+def _traffic(job: Job) -> int:
+    """Bytes that a rank sends between nodes in a step, to the nearest power of two: less of a difference decides nothing.
+
+    Links between nodes are shared with others, and times on them are predicted worst.
+    """
+    inside = {axis.name for axis in job.scopes.axes if axis.is_inside_node}
+    steps = min(job.num_micro_steps, _PLANNED_STEPS)
+    collectives = job.plan(steps).collectives
+    sent_bytes = sum(planned.sent_bytes for planned in collectives if planned.axis not in inside)
+    return round(math.log2(1 + sent_bytes))
 
 
 def _seconds(point: Point) -> float:
