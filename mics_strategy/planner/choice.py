@@ -242,7 +242,10 @@ def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
         elif point.step_s > best_s:
             yield point, f"{point.step_s / best_s - 1:.1%} slower"
         else:
-            yield point, "as fast within the planner's error, with more bytes between nodes, more mesh axes or more memory"
+            yield (
+                point,
+                "as fast within the planner's error, with more bytes between nodes, more mesh axes or more memory",
+            )
     for point in choice.solution.too_large:
         yield point, f"{(point.memory.total_bytes - limit_bytes) / 1e9:.1f} GB too large"
 

@@ -55,7 +55,7 @@ _CLUSTER_FIELDS = (
 _ADAM_BYTES = 28
 # Share of its memory's speed at which a training's kernels that are no matrix products run. Fitted together with the
 # width in `simulator`, on the half of the public runs that docs/planner-leaderboard.md names.
-_MEMORY_SHARE = 0.71
+MEMORY_SHARE = 0.71
 _BACKENDS = ("nccl", "gloo")
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
@@ -93,7 +93,7 @@ class Device:
     @property
     def sustained_bytes_per_s(self) -> float:
         """Bytes per second between memory and processor in a training's other kernels."""
-        return self.memory_bytes_per_s * _MEMORY_SHARE * self.sustained_efficiency
+        return self.memory_bytes_per_s * MEMORY_SHARE * self.sustained_efficiency
 
     def with_best_kernels(self) -> Device:
         """The same device, whose trainings sustain its best speed."""

@@ -9,7 +9,7 @@ import torch
 
 from mics_strategy import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import MEMORY_SHARE, Cluster
 from mics_strategy.planner.flops import megatron_model_flop, megatron_recomputed_flop
 from mics_strategy.planner.model_formulas import TransformerShape
 from mics_strategy.planner.quantities import Quantity, parse_quantity
@@ -120,7 +120,7 @@ def test_a_file_states_units(tmp_path: Path) -> None:
     path.write_text(json.dumps({**FIELDS, "device": {**FIELDS["device"], "sustained_efficiency": 0.8}}))
     device = Cluster.load(path).device
     assert device.sustained_flop_per_s == pytest.approx(40e12)
-    assert device.sustained_bytes_per_s == pytest.approx(0.8e12)
+    assert device.sustained_bytes_per_s == pytest.approx(0.8e12 * MEMORY_SHARE)
 
 
 def test_a_file_changes_a_preset(tmp_path: Path) -> None:

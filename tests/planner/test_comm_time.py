@@ -8,7 +8,7 @@ import torch
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.traffic import CodecWork, StageTraffic
-from mics_strategy.planner.cluster import Cluster, Link, MeasuredCodec, MeasuredStage
+from mics_strategy.planner.cluster import MEMORY_SHARE, Cluster, Link, MeasuredCodec, MeasuredStage
 from mics_strategy.planner.comm_time import CommTime, interpolate
 from mics_strategy.topology import Axis
 from tests.planner.jobs import tiny_cluster
@@ -51,6 +51,9 @@ def encoded(codec: Codec) -> StageTraffic:
     return StageTraffic(ALL_GATHER, "inter_node", 8, torch.uint8, 8 * MB, codec_work=work)
 
 
+KERNELS_BYTES_PER_S = 1e10 * MEMORY_SHARE  # of `tiny_cluster`
+
+
 @pytest.mark.parametrize(
     ("codec", "bytes_of_value"),
     [
@@ -62,8 +65,8 @@ def encoded(codec: Codec) -> StageTraffic:
 )
 def test_codecs_take_time_of_the_devices_memory(codec: Codec, bytes_of_value: float) -> None:
     time = CommTime(tiny_cluster(), (INTRA, INTER)).of(encoded(codec))
-    assert time.encode_seconds == pytest.approx(MB * bytes_of_value / 1e10)
-    assert time.decode_seconds == pytest.approx(8 * MB * bytes_of_value / 1e10)
+    assert time.encode_seconds == pytest.approx(MB * bytes_of_value / KERNELS_BYTES_PER_S)
+    assert time.decode_seconds == pytest.approx(8 * MB * bytes_of_value / KERNELS_BYTES_PER_S)
 
 
 def test_measured_codecs_count_instead_of_the_memory() -> None:
@@ -71,8 +74,10 @@ def test_measured_codecs_count_instead_of_the_memory() -> None:
     times = CommTime(dataclasses.replace(tiny_cluster(), measured_codecs=(measured,)), (INTRA, INTER))
     time = times.of(encoded(Codec(bits=4, block_size=32)))
     assert (time.encode_seconds, time.decode_seconds) == pytest.approx((0.01, 0.02))
-    assert times.of(encoded(Codec(bits=4, rotation=True))).encode_seconds == pytest.approx(18 * MB / 1e10)
-    assert times.of(encoded(Codec(bits=8))).encode_seconds == pytest.approx(5 * MB / 1e10)
+    assert times.of(encoded(Codec(bits=4, rotation=True))).encode_seconds == pytest.approx(
+        18 * MB / KERNELS_BYTES_PER_S
+    )
+    assert times.of(encoded(Codec(bits=8))).encode_seconds == pytest.approx(5 * MB / KERNELS_BYTES_PER_S)
 
 
 def test_measured_stages_count_instead_of_the_links() -> None:

@@ -1,0 +1,164 @@
+"""Are public runs read in any words, and predicted as well as before on the half that nothing was fitted to?"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers.row import PublishedRow
+from benchmarks.papers.testbed import NotPredictable
+from benchmarks.planners.__main__ import main, public_rows, score_rows
+from benchmarks.planners.run import predict_run, read_run
+from benchmarks.planners.scores import Score, ScoredRow, order_kept
+
+TITAN: Mapping[str, str] = {
+    "id": "a",
+    "model": "Llama3.1-8B",
+    "params": "8B",
+    "seq_len": "8192",
+    "gpu_type": "H100 80GB",
+    "gpus_per_node": "8",
+    "nodes": "4",
+    "total_gpus": "32",
+    "interconnect_inter": "3200 Gbps",
+    "system": "FSDP2 (torchtitan)",
+    "partition_config": "FULL_SHARD",
+    "micro_batch": "1",
+    "grad_accum_steps": "1",
+    "activation_ckpt": "selective",
+    "precision": "bf16",
+    "compile": "y",
+    "tp": "1",
+    "metric": "tokens/GPU/s",
+    "value": "6000",
+    "unit": "tokens/s/GPU",
+}
+
+
+def row(**changes: str) -> PublishedRow:
+    return PublishedRow({**TITAN, **changes})
+
+
+def value(**changes: str) -> float:
+    return predict_run(row(**changes)).value
+
+
+@pytest.mark.parametrize(
+    "gpu", ["H100 SXM5", "H200 141GB", "B200", "GB200 NVL72", "MI300X", "A100 80GB", "A800", "L40S", "RTX 4090", "V100"]
+)
+def test_devices_are_found_by_any_words(gpu: str) -> None:
+    assert 50 < value(gpu_type=gpu) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "scopes"),
+    [
+        ("FSDP2", "FULL_SHARD", (32, 32, 32)),
+        ("FSDP1", "HYBRID_SHARD (node)", (8, 8, 8)),
+        ("FSDP", "HSDP, replicate 2, shard 16", (16, 16, 16)),
+        ("FSDP (Composer)", "SHARD_GRAD_OP", (1, 32, 32)),
+        ("PyTorch DDP", "", (1, 1, 1)),
+        ("DeepSpeed", "ZeRO stage 2", (1, 32, 32)),
+        ("DeepSpeed ZeRO-3", "", (32, 32, 32)),
+        ("DeepSpeed ZeRO++", "", (32, 32, 32)),
+        ("DeepSpeed MiCS", "groups of 8", (8, 8, 8)),
+        ("InternEvo ZeRO-1 in groups of 8", "P none, G none, OS 8 ranks", (1, 1, 8)),
+        ("Megatron DDP, distributed optimizer", "TP 1, PP 1", (1, 1, 32)),
+        ("Megatron FSDP", "FSDP 32", (32, 32, 32)),
+    ],
+)
+def test_systems_have_their_scopes(system: str, config: str, scopes: tuple[int, int, int]) -> None:
+    run = read_run(row(system=system, partition_config=config))
+    assert run.system.degrees(8, run.num_ranks) == scopes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu_type": "TPU v5p"}, "not in the catalog"),
+        ({"model": "ResNet-50"}, "no transformer"),
+        ({"model": "Mixtral 8x7B"}, "mixture of experts"),
+        ({"model": "secret", "params": ""}, "not known"),
+        ({"pp": "4"}, "pipeline parallelism"),
+        ({"cp": "2"}, "context parallelism"),
+        ({"partition_config": "FSDP 8, EP 8"}, "expert parallelism"),
+        ({"system": "Alpa", "partition_config": ""}, "is not known"),
+        ({"metric": "accuracy", "unit": "%"}, "not modelled"),
+        ({"total_gpus": "", "nodes": ""}, "number of GPUs"),
+        ({"micro_batch": "", "grad_accum_steps": "", "seq_len": ""}, "neither the batch nor the length"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_not_modelled_has_a_reason(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(NotPredictable, match=reason):
+        predict_run(row(**changes))
+
+
+def test_units_of_one_step_agree() -> None:
+    tokens_per_s = value()
+    assert value(metric="step time", unit="s") == pytest.approx(8192 / tokens_per_s)
+    assert value(metric="throughput", unit="samples/s") == pytest.approx(32 * tokens_per_s / 8192)
+    assert value(metric="throughput", unit="tokens/s") == pytest.approx(32 * tokens_per_s)
+    assert 20 < value(metric="MFU", unit="%") < 70
+
+
+def test_kernels_recomputation_and_precision_have_their_direction() -> None:
+    base = value()
+    assert value(compile="n") < base
+    assert value(activation_ckpt="y") < base < value(activation_ckpt="n")
+    assert value(precision="fp8") > base
+    assert value(precision="fp8 rowwise") < value(precision="fp8")
+    assert value(tp="8") < base
+    assert value(interconnect_inter="10 GbE") < 0.1 * base
+
+
+def test_links_are_read_in_any_form() -> None:
+    def node_bits_per_s(text: str) -> float:
+        cluster = read_run(row(interconnect_inter=text)).testbed.cluster
+        return cluster.inter_node.bytes_per_s * 8 * cluster.ranks_per_node / 0.88
+
+    assert node_bits_per_s("400 Gbps (4 x 100 Gb RoCE)") == pytest.approx(400e9)
+    assert node_bits_per_s("8 x 400 Gb/s") == pytest.approx(3200e9)
+    assert node_bits_per_s("400 Gb/s per GPU RDMA") == pytest.approx(3200e9)
+    assert node_bits_per_s("10 GbE") == pytest.approx(10e9)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> list[ScoredRow]:
+    """The half that nothing was fitted to; of rows that differ in the number of GPUs alone, those below 512."""
+    return score_rows(r for r in public_rows() if "llm-foundry" not in r.text("source") and (r.world_size or 0) < 512)
+
+
+def test_the_frozen_half_is_predicted_as_well_as_before(frozen: list[ScoredRow]) -> None:
+    assert {r.half for r in frozen} == {"held out"}
+    score = Score.of([r for r in frozen if not r.reason])
+    assert score.count >= 69
+    assert score.median <= 0.056
+    assert score.mean <= 0.070
+    assert abs(score.worst) <= 0.47
+    kept, pairs = order_kept(frozen)
+    assert kept >= 0.95 * pairs
+
+
+def test_pure_data_parallelism_is_never_refused_nor_called_too_large(frozen: list[ScoredRow]) -> None:
+    runs = [r for r in frozen if r.row.text("class").startswith("dp-")]
+    assert len(runs) >= 35
+    assert [r.row.text("id") for r in runs if r.reason or not r.fits] == []
+
+
+def test_the_command_prints_a_list_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    cells = [TITAN, {**TITAN, "id": "b", "pp": "4"}, {**TITAN, "id": "c", "value": "fast"}]
+    names = [*TITAN, "pp"]
+    quoted = [[f'"{c.get(name, "")}"' for name in names] for c in cells]
+    path.write_text("\n".join([",".join(names), *(",".join(line) for line in quoted)]))
+    assert main(["--rows", str(path), "--json"]) == 0
+    one, two, three = json.loads(capsys.readouterr().out)
+    assert one["error"] == pytest.approx(one["predicted"] / 6000 - 1)
+    assert (one["id"], one["published"], two["predicted"], two["error"]) == ("a", 6000.0, None, None)
+    assert "pipeline" in two["reason"]
+    assert "no number" in three["reason"]
+    assert main(["--rows", str(path)]) == 0
+    assert "held out" in capsys.readouterr().out
+    assert main(["--rows", str(tmp_path / "none.csv")]) == 1
