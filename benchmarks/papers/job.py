@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold of DeepSpeed: smaller parameters are not sharded
 _GPT_VOCAB = 50304
 _GPT_RATIO = 128  # hidden size over layers of GPT-3
-_FP32_PEAK = {"v100": 15.7e12, "a100": 19.5e12}  # datasheets
+_FP32_PEAK = {  # datasheets, without tensor cores
+    **{"v100": 15.7e12, "a100": 19.5e12, "h100-pcie": 51e12, "h100": 67e12, "gh200": 67e12, "h200": 67e12},
+    **{"h20-": 44e12, "b200": 75e12, "b300": 75e12, "gb200": 80e12, "gb300": 80e12, "mi3": 163e12, "t4": 8.1e12},
+    **{"a10": 31e12, "a6000": 38.7e12, "l4-": 30e12, "l40": 91e12, "rtx3090": 35.6e12, "rtx4090": 82.6e12},
+    **{"rtx5090": 104.8e12, "rtx6000": 91e12, "rtx-pro": 125e12, "gb10": 31e12},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,7 +237,7 @@ def owners_broadcasts_s(job: Job, system: str) -> float:
     all ranks, which a slice of NCCL's buffer passes.
 
     Source:
-        InternEvo, solver/optimizer/hybrid_zero_optim.py; NCCL, src/graph/tuning.cc and NCCL_BUFFSIZE: 4 MiB in 8 slices.
+        InternEvo, hybrid_zero_optim.py; NCCL, src/graph/tuning.cc and NCCL_BUFFSIZE of 4 MiB in 8 slices.
     """
     owners = job.scopes.optimizer
     if system != "internevo" or owners <= job.cluster.ranks_per_node:

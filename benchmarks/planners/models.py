@@ -43,7 +43,7 @@ def model_of_run(row: PublishedRow) -> RunModel:
         NotPredictable: It is no transformer, or neither its name nor its size is known.
     """
     name = re.sub(r"[\s_]+", "-", row.words("model"))
-    if row.words("class") == "moe" or re.search(r"moe\b|a\d+b\b", name):
+    if row.words("class") == "moe" or re.search(r"moe\b|a\d+b\b|deepseek-?v[23]", name):
         raise NotPredictable(f"`{row.text('model')}` is a mixture of experts, whose routing is not modelled")
     if any(word.replace("_", "-") in name for word in _NOT_TRANSFORMERS):
         raise NotPredictable(f"`{row.text('model')}` is no transformer; only transformers have formulas here")
@@ -53,7 +53,7 @@ def model_of_run(row: PublishedRow) -> RunModel:
         return stated
     if known is not None:
         return known
-    numel = row.num_parameters
+    numel = _numel(row)
     if numel is None or not 1e7 <= numel < 1e13:
         raise NotPredictable(f"the structure of `{row.text('model')}` is not known, and its size is not stated")
     return _llama_like(numel)
@@ -61,6 +61,11 @@ def model_of_run(row: PublishedRow) -> RunModel:
 
 def _known(name: str, row: PublishedRow) -> RunModel | None:
     """The model of the table with this name and size."""
+    depth = re.search(r"nanochat.*?\bd(\d+)", name)
+    if depth:  # its width is 64 for each layer: nanochat, scripts/base_train.py
+        layers = int(depth[1])
+        entry = {"family": "gpt2", "vocab": 65536, "tied": False, "sizes": {"d": [layers, 64 * layers]}}
+        return RunModel(shape=_shape("d", entry, name))
     for entry in _table():
         if not re.search(entry["pattern"], name):
             continue
@@ -78,7 +83,7 @@ def _size_of(name: str, row: PublishedRow, sizes: dict[str, Any]) -> str | None:
     for size in sorted(sizes, key=len, reverse=True):
         if re.search(rf"(?<![\d.]){re.escape(size)}(?![a-z\d])", name):
             return size
-    numel = row.num_parameters
+    numel = _numel(row)
     if numel is None:
         return None
     billions = {size: _billions(size) for size in sizes if _billions(size)}
@@ -86,6 +91,16 @@ def _size_of(name: str, row: PublishedRow, sizes: dict[str, Any]) -> str | None:
         return None
     best = min(billions, key=lambda size: abs(billions[size] - numel / 1e9))
     return best if abs(billions[best] / (numel / 1e9) - 1) < 0.15 else None
+
+
+def _numel(row: PublishedRow) -> float | None:
+    """Parameters by the columns, as in "7B", "6658859008" or "T5-11B"; None where nothing is stated."""
+    if row.num_parameters is not None:
+        return row.num_parameters
+    number, named = row.number("params"), re.search(r"(\d+(?:\.\d+)?)b\b", row.words("model"))
+    if number is not None and number > 1e6:
+        return number
+    return float(named[1]) * 1e9 if named else None
 
 
 def _billions(size: str) -> float:

@@ -29,7 +29,8 @@ _NAMES = (
     (r"megatron.*fsdp", "fsdp"),
     (r"megatron|nemo|dist.*opt", "distributed-optimizer"),
     (r"fsdp|hsdp|torchtitan|composer|fully.?shard|shard_grad_op|full_shard", "fsdp"),
-    (r"\bddp\b|data parallel", "ddp"),
+    (r"torchtune|litgpt|accelerate", "fsdp"),
+    (r"\bddp\b|data parallel|trainer|nanogpt|nanochat|lightning|unsloth|axolotl", "ddp"),
     (r"fast-llm|colossal|zero", "distributed-optimizer"),
 )
 
@@ -73,6 +74,8 @@ def system_of_run(row: PublishedRow, num_ranks: int, ranks_per_node: int) -> Sys
     if name is None:
         raise NotPredictable(f"system `{row.text('system')}` is not known, and its scopes are not stated")
     scopes, partition = _scopes(row, words, num_ranks, ranks_per_node)
+    if num_ranks == 1:
+        scopes, partition = "", 0
     if name == "deepspeed":
         stage = {"nnn": 1, "nng": 1, "ngg": 2}.get(scopes or "ggg", 3)
         name = f"deepspeed-zero{stage}-2023"

@@ -207,7 +207,7 @@ class _Search:
 
 
 def _traffic(job: Job) -> int:
-    """Bytes that a rank sends between nodes in a step, to the nearest power of two: less of a difference decides nothing.
+    """Bytes that a rank sends between nodes in a step, to the nearest power of two: less decides nothing.
 
     Links between nodes are shared with others, and times on them are predicted worst.
     """
