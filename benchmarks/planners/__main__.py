@@ -6,6 +6,7 @@ Every row of a table is predicted, or has the reason why it cannot be. Nothing i
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from benchmarks.papers.row import PublishedRow, read_rows
 from benchmarks.papers.testbed import NotPredictable
 from benchmarks.planners.run import predict_run
 from benchmarks.planners.scores import ScoredRow, score_lines
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import ConfigError, MiCSError
 
 _PROG = "python -m benchmarks.planners"
 
@@ -43,6 +44,26 @@ def public_rows() -> list[PublishedRow]:
         return read_rows(path)
 
 
+def rows_of_others(rows: Iterable[PublishedRow], path: Path) -> list[ScoredRow]:
+    """The predictions of another planner, a CSV file with the columns `id`, `predicted` and, if it likes, `reason`.
+
+    Raises:
+        ConfigError: The file is no such table, or names an unknown row.
+    """
+    known = {row.text("id"): row for row in rows}
+    scored = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            for cells in csv.DictReader(file):
+                predicted = (cells["predicted"] or "").strip()
+                row, reason = known[cells["id"]], cells.get("reason") or "no prediction"
+                value = float(predicted) if predicted else None
+                scored.append(ScoredRow(row=row, predicted=value, reason="" if predicted else reason))
+    except (OSError, KeyError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{path} is no table of predictions: {error!r}. Give `id` and `predicted` as CSV.") from error
+    return scored
+
+
 def report_json(rows: Iterable[ScoredRow]) -> list[dict[str, Any]]:
     """The rows as a list for JSON."""
     return [_as_json(row) for row in rows]
@@ -59,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     options = argparse.ArgumentParser(prog=_PROG, description="Errors of the planner on public training runs.")
     options.add_argument("--rows", type=Path, help="table of runs, CSV; by default the rows that come along")
+    options.add_argument("--predictions", type=Path, help="predictions of another planner: CSV with id and predicted")
     options.add_argument("--json", action="store_true", help="print a list of rows with their errors")
     options.add_argument("--worst", type=int, default=10, help="worst rows to print")
     return options
@@ -68,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, 0 on success."""
     options = parser().parse_args(arguments)
     try:
-        rows = score_rows(public_rows() if options.rows is None else read_rows(options.rows))
+        table = public_rows() if options.rows is None else read_rows(options.rows)
+        rows = score_rows(table) if options.predictions is None else rows_of_others(table, options.predictions)
     except MiCSError as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 1

@@ -162,3 +162,15 @@ def test_the_command_prints_a_list_of_rows(tmp_path: Path, capsys: pytest.Captur
     assert main(["--rows", str(path)]) == 0
     assert "held out" in capsys.readouterr().out
     assert main(["--rows", str(tmp_path / "none.csv")]) == 1
+
+
+def test_predictions_of_another_planner_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.csv"
+    path.write_text("id,predicted,reason\nLF004,4230,\nLF005,,no model of it\n")
+    assert main(["--predictions", str(path), "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert one["error"] == pytest.approx(1.0)
+    assert two["reason"] == "no model of it"
+    path.write_text("id,predicted\nunknown,1\n")
+    assert main(["--predictions", str(path)]) == 1
+    assert "no table of predictions" in capsys.readouterr().err
