@@ -38,9 +38,7 @@ _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
 # runs that docs/planner-leaderboard.md names.
 _PIPELINE_WIDTH = 80
 _NODE_SPREAD = 0.01  # of the time of equal nodes, one standard deviation; fitted as above
-_ATTENTION_BACKWARD = (
-    2.5  # the forward has 2 products, its backward 5: FlashAttention-2 (arXiv:2307.08691), section 4.1
-)
+_ATTENTION_BACKWARD = 2.5  # five products for the forward's two: FlashAttention-2 (arXiv:2307.08691), section 4.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

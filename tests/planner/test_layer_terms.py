@@ -79,4 +79,5 @@ def test_fused_kernels_keep_less() -> None:
         assert after.saved_bytes <= before.saved_bytes
         assert after.working_bytes <= before.working_bytes
         assert after.forward_flop == before.forward_flop
-    assert fused.units[0].saved_bytes < 0.7 * plain.units[0].saved_bytes
+    for index in (0, -1):
+        assert fused.units[index].saved_bytes < 0.75 * plain.units[index].saved_bytes
