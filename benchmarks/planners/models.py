@@ -64,8 +64,13 @@ def _known(name: str, row: PublishedRow) -> RunModel | None:
     depth = re.search(r"nanochat.*?\bd(\d+)", name)
     if depth:  # its width is 64 for each layer: nanochat, scripts/base_train.py
         layers = int(depth[1])
-        entry = {"family": "gpt2", "vocab": 65536, "tied": False, "sizes": {"d": [layers, 64 * layers]}}
-        return RunModel(shape=_shape("d", entry, name))
+        nanochat: dict[str, Any] = {
+            "family": "gpt2",
+            "vocab": 65536,
+            "tied": False,
+            "sizes": {"d": [layers, 64 * layers]},
+        }
+        return RunModel(shape=_shape("d", nanochat, name))
     for entry in _table():
         if not re.search(entry["pattern"], name):
             continue
