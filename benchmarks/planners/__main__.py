@@ -29,6 +29,9 @@ def score_rows(rows: Iterable[PublishedRow]) -> list[ScoredRow]:
 
 
 def _scored(row: PublishedRow) -> ScoredRow:
+    number = row.number("value")
+    if row.value is None and number is not None:  # as in "6,000" or "~6000"
+        row = PublishedRow({**row.cells, "value": str(number)})
     if row.value is None:
         return ScoredRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number")
     try:

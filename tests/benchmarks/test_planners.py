@@ -149,7 +149,7 @@ def test_pure_data_parallelism_is_never_refused_nor_called_too_large(frozen: lis
 
 def test_the_command_prints_a_list_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
-    cells = [TITAN, {**TITAN, "id": "b", "pp": "4"}, {**TITAN, "id": "c", "value": "fast"}]
+    cells = [{**TITAN, "value": "6,000"}, {**TITAN, "id": "b", "pp": "4"}, {**TITAN, "id": "c", "value": "fast"}]
     names = [*TITAN, "pp"]
     quoted = [[f'"{c.get(name, "")}"' for name in names] for c in cells]
     path.write_text("\n".join([",".join(names), *(",".join(line) for line in quoted)]))
