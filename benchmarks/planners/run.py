@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.papers.job import PublishedJob, PublishedModel, make_job
 from benchmarks.papers.row import PublishedRow
-from benchmarks.papers.states import fits, peak_bytes
+from benchmarks.papers.states import fits, peak_bytes, states_bytes
 from benchmarks.papers.testbed import NotPredictable, megatron_flop
 from benchmarks.planners.compute import Arithmetic, describe_run, owners_broadcasts_s, with_arithmetic
 from benchmarks.planners.hardware import testbed_of, with_attention
@@ -94,9 +94,15 @@ def predict_run(row: PublishedRow) -> PredictedRun:
         value=_in_unit(run, job, samples_per_s, step_s),
         step_s=step_s,
         peak_bytes=peak_bytes(job),
-        fits=fits(job),
+        fits=fits(job) or _is_offloaded(job),
         assumptions=tuple(dict.fromkeys((*run.model.assumptions, *job.assumptions))),
     )
+
+
+def _is_offloaded(job: PublishedJob) -> bool:
+    """Whether the host of a Grace system takes the activations that do not fit beside the states."""
+    device = job.job.cluster.device
+    return device.name.startswith(_OFFLOADS) and states_bytes(job, job.model.description.numel) < device.memory_bytes
 
 
 def read_run(row: PublishedRow) -> Run:
@@ -146,7 +152,9 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
         tries = tries[:1]
     batches = [batch] if batch else _likely_batches(run)
     notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
-    if is_selective:
+    if run.testbed.cluster.device.name.startswith(_OFFLOADS):
+        notes = (*notes, "activations that do not fit are offloaded to the host under the compute")
+    elif is_selective:
         notes = (*notes, "selective recomputation: one of so many layers keeps its activations, as many as fit")
     elif len(tries) > 1:
         notes = (*notes, "recomputation not stated: none, where it fits")
