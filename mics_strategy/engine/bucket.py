@@ -364,9 +364,21 @@ class Bucket:
         return True
 
     def keep_late_writes(self) -> None:
-        """Keep what a script has written, outside of a backward, into parameters that a forward has handed out."""
-        if torch._C._current_graph_task_id() == -1 and self.keep_writes():
-            self.versions.unsharded = self.version  # all ranks have written the same, so nothing is to be gathered
+        """Keep what a script has written, outside of a backward, into parameters that a forward has handed out.
+
+        Raises:
+            LifecycleError: The sharded parameters have changed before, so that these hold the values of before.
+        """
+        if torch._C._current_graph_task_id() != -1 or not (written := self.unsharded.saved_versions.written()):
+            return
+        if not self.unsharded.is_master and self.versions.unsharded != self.version:
+            raise LifecycleError(
+                f"`{self.layout.param_slices[written[0]].name}`, as a forward has handed it out (`module.weight`), was "
+                "written after the sharded parameter had changed, of which it is no copy any more. Write into the "
+                "parameters of the model: `dict(model.named_parameters())`."
+            )
+        self.keep_writes()
+        self.versions.unsharded = self.version  # all ranks have written the same, so nothing is to be gathered
 
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's part of the full parameter `value`."""

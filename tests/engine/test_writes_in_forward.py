@@ -164,3 +164,27 @@ def test_rows_can_be_renormalized_after_the_step(ranks: RankPool) -> None:
     for weight in ranks(2, renormalized_by_hand):
         assert weight.norm(dim=1).max() <= 1 + 1e-6
         assert weight.norm(dim=1).max() > 0.9
+
+
+def handed_out(ctx: RankContext, preset: str, is_changed: bool) -> Tensor:
+    """Job: a weight as a forward has it is written later, perhaps after the sharded one."""
+    forget_meshes()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    nn.init.ones_(model[0].weight)
+    shard(model, preset)
+    kept: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+        if is_changed:
+            model[0].weight.add_(1)
+        kept[0].data[1:].mul_(3)
+    return whole(model[0].weight)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "mics"])
+def test_a_weight_that_was_handed_out_is_written_or_refused(ranks: RankPool, preset: str) -> None:
+    for found in ranks(2, handed_out, preset, False):
+        torch.testing.assert_close(found, torch.tensor([1.0, *[3.0] * (WIDTH - 1)]).view(-1, 1).expand(WIDTH, WIDTH))
+    told = "was written after the sharded parameter had changed"
+    raises_on_every_rank(lambda: ranks(2, handed_out, preset, True), LifecycleError, told)

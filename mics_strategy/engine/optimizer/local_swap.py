@@ -67,10 +67,8 @@ class _SwappedParam:
             self.local.requires_grad_(self.sharded.requires_grad)
         # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
         if self.owner is None and grad is not None:
-            self.shown_grad = (
-                grad._local_tensor if isinstance(grad, DTensor) else grad
-            ).detach()  # no `to_local`: cost
-            self.local.grad = self.shown_grad
+            local_grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+            self.shown_grad = self.local.grad = local_grad.detach()
 
     def swap_grad_out(self) -> int:
         """Set the gradient to that of the local tensor if this is another one, or None.
@@ -103,13 +101,16 @@ class _SwappedParam:
     def unwrap(self, state: dict[Any, Any]) -> None:
         """Replace DTensors by their local tensors, in place.
 
-        Whole tensors that a script has set are replaced by their rows.
+        Whole tensors that a script has set are replaced by their rows, rows of a parameter with an owner by the whole
+        tensor on the owner alone. Collective for those.
         """
         sharded = self.sharded
         placements = sharded._spec.placements
-        for key, value in state.items():
+        for key, value in [*state.items()]:
             if self.owner is not None and isinstance(value, DTensor) and value.shape == sharded.shape and value.dim():
                 state[key] = full_tensor(value)
+                if self.owner != sharded.mics_index:
+                    del state[key]
             elif isinstance(value, DTensor) and (value._spec.placements == placements or not value.dim()):
                 self.states[key] = value
                 state[key] = value._local_tensor
@@ -247,6 +248,7 @@ class LocalParamSwap:
                 state = states.pop(param.sharded, None)
                 if state is not None:
                     param.unwrap(state)
+                if state:
                     states[param.local] = state
                 param.version = 0 if param.owner is None else param.sharded._version
         self.is_local = True
