@@ -316,6 +316,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in written:
         if tensor.mics_memory is not None:
             tensor.mics_memory.writes.num += 1
+            tensor.mics_memory.num_writes += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
         base = gathered_views.base_of(tensor)

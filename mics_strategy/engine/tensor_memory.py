@@ -99,6 +99,7 @@ class TensorMemory:
     Attributes:
         has_checks: Whether any memory of this process has `assigned` or `may_have_node`, or has had.
         writes: Count of writes to it, and to what else the engine counts with it.
+        num_writes: Writes of a script's operations to it alone.
         finish: Ends pending reductions into a gradient (collective), or keeps late writes into a parameter.
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         gathered: Returns the gathered values that views of it share, or None.
@@ -109,6 +110,7 @@ class TensorMemory:
 
     has_checks: ClassVar[bool] = False
     writes: WriteCount = field(default_factory=WriteCount)
+    num_writes: int = 0
     finish: Callable[[], None] | None = None
     has_lost_graph: bool = False
     gathered: Callable[[], Any] = lambda: None

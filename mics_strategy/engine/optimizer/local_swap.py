@@ -46,7 +46,7 @@ class _SwappedParam:
         states: States as DTensors, by name, while the optimizer holds local ones.
         is_stepped: Whether the parameter has a gradient in this step.
         shown_grad: Gradient that the local tensor was given; None without one.
-        version: Version of an owned parameter when the optimizer was given the local tensor.
+        num_writes: Writes to the sharded parameter before the optimizer was given the local tensor.
     """
 
     sharded: ShardedParameter
@@ -57,7 +57,7 @@ class _SwappedParam:
     states: dict[Any, DTensor] = field(default_factory=dict)
     is_stepped: bool = False
     shown_grad: torch.Tensor | None = None
-    version: int = 0
+    num_writes: int = 0
 
     def swap_grad_in(self) -> None:
         """Set the gradient on the local tensor, which requires one if the parameter does now."""
@@ -250,7 +250,7 @@ class LocalParamSwap:
                     param.unwrap(state)
                 if state:
                     states[param.local] = state
-                param.version = 0 if param.owner is None else param.sharded._version
+                param.num_writes = param.sharded.mics_memory.num_writes
         self.is_local = True
         self._random_states = self.target.random.begin()
 
@@ -263,7 +263,7 @@ class LocalParamSwap:
         if not self.is_local:
             return
         owned = [param for param in self._params.values() if param.owner is not None] if self.exchanges else []
-        bypassed = next((p for p in owned if p.sharded._version != p.version), None)  # before `writes` grow below
+        bypassed = next((p for p in owned if p.sharded.mics_memory.num_writes != p.num_writes), None)
         self.is_local = False
         self.target.random.end(self._random_states)
         by_local = self._by_local

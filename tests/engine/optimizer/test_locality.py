@@ -112,8 +112,14 @@ def _init(self: Any, params: Any, lr: float = 0.1, optim_bits: int = 32, block_w
     self.args = Args(8, block_wise)
 
 
+def _step(self: Any, closure: Any = None) -> None:
+    Simple.step(self, closure)
+
+
 def test_options_kept_in_one_object_are_read() -> None:
-    cls = type("AdamW8bit", (Simple,), {"__init__": _init, "__module__": "bitsandbytes.optim.adamw"})
+    _step.__module__ = "bitsandbytes.optim.optimizer"
+    members = {"__init__": _init, "step": _step, "__module__": "bitsandbytes.optim.adamw"}
+    cls = type("AdamW8bit", (Simple,), members)
     assert locality_of(cls) is ELEMENT
     with pytest.raises(ConfigError, match="AdamW8bit` with `block_wise=False`"):
         locality_of(cls, block_wise=False)
