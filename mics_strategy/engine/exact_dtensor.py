@@ -315,8 +315,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shared = None
     for tensor in written:
         if tensor.mics_memory is not None:
-            tensor.mics_memory.writes.num += 1
-            tensor.mics_memory.num_writes += 1
+            tensor.mics_memory.count_write()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
         base = gathered_views.base_of(tensor)

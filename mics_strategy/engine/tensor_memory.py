@@ -137,6 +137,11 @@ class TensorMemory:
                 "create_graph=True)`. To look at it, use `torch.no_grad()` or `parameter.grad.detach()`."
             )
 
+    def count_write(self) -> None:
+        """Count a write of a script's operation."""
+        self.writes.num += 1
+        self.num_writes += 1
+
     def check_assigned(self) -> None:
         """See `AssignedTensor.check`."""
         if self.assigned is not None:
