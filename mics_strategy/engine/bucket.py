@@ -191,6 +191,7 @@ class Bucket:
         self.sharded_params: list[ShardedParameter] = []
         self.writes = WriteCount()
         self.versions = ParamVersions(has_secondary=secondary_shard is not None)
+        self._version_kept = -1  # of the last write into unsharded parameters that the shards have
         self._comms: dict[str, Communicator | None] = {}
         for role, comm in param_comms(groups, trainable=spec.trainable).items():
             full_bytes = full_numel(role, spec.layout, groups.scopes) * spec.param_dtype.itemsize
@@ -360,6 +361,7 @@ class Bucket:
             shard.copy_(torch.where(local == shard.to(local.dtype), shard, local.to(shard.dtype)))
             self.writes.num += 1
             self.groups.resources.call_watch.records.compare(digest(self.unsharded.views[position]))
+        self._version_kept = self.version
         self.unsharded.saved_versions.accept_writes(self.version)
         return True
 
@@ -371,7 +373,7 @@ class Bucket:
         """
         if torch._C._current_graph_task_id() != -1 or not (written := self.unsharded.saved_versions.written()):
             return
-        if not self.unsharded.is_master and self.versions.unsharded != self.version:
+        if not self.unsharded.is_master and self.version not in (self.versions.unsharded, self._version_kept):
             raise LifecycleError(
                 f"`{self.layout.param_slices[written[0]].name}`, as a forward has handed it out (`module.weight`), was "
                 "written after the sharded parameter had changed, of which it is no copy any more. Write into the "
