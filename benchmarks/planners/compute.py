@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 # 8-bit products beside those in 16 bits: by the datasheets; with scales by row torchao's README has two fifths of the
 # gain.
 _FP8_SPEED, _ROWWISE_SPEED = 2.0, 1.25
-_FP8_INPUTS = (
-    4  # elements that are converted by kernels of their own, by those of a layer's width; norms convert theirs
-)
+_FP8_INPUTS = 4  # elements that kernels of their own convert, by those of a layer's width; norms convert theirs
 # Words of systems whose kernels are fused by hand, or with norms and rotations of their own; others are eager.
 _KERNELS = (
     (r"megatron|nemo|automodel|fast-llm|unsloth|liger|nanotron|transformer ?engine|composer", "fused"),

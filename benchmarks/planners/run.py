@@ -144,7 +144,8 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
     if not batch and not run.row.text("seq_len"):
         raise NotPredictable("neither the batch nor the length of its samples is stated")
     stated = run.row.recomputes
-    is_selective = "sel" in run.row.words("activation_ckpt") or "op" == run.row.words("activation_ckpt")
+    recomputed = run.row.words("activation_ckpt")
+    is_selective = "sel" in recomputed or recomputed == "op"
     tries = [(stated or is_selective, 0)] if stated is not None or is_selective else [(False, 0), (True, 0)]
     if is_selective:
         tries = [(True, kept) for kept in _KEPT_LAYERS]

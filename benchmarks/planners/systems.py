@@ -62,7 +62,7 @@ def system_of_run(row: PublishedRow, num_ranks: int, ranks_per_node: int) -> Sys
     Args:
         row: Row.
         num_ranks: Ranks of data parallelism.
-        ranks_per_node: Of them, in a node.
+        ranks_per_node: Ranks of data parallelism in a node.
 
     Raises:
         NotPredictable: Neither the system nor its scopes are known.

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.placement import have_equal_values
 from mics_strategy.engine.exact_dtensor import ExactDTensor
-from mics_strategy.engine.parameter import GradientLink, ShardedParameter, fast_attributes
+from mics_strategy.engine.parameter import ShardedParameter, StandIn, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
 
@@ -45,19 +45,13 @@ _VERSION = attrgetter("_version")
 _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDictionary()
 
 
-class UnshardedParameter(nn.Parameter):
+class UnshardedParameter(StandIn):
     """A parameter as a forward uses it, with a count of all writes.
 
-    It shares its attributes with the sharded parameter.
-
     Attributes:
-        mics_link: See `ShardedParameter`.
-        mics_position: See `ShardedParameter`.
         raw_grad: Autograd's own slot, which is empty but for the moment in which the engine takes a gradient.
     """
 
-    mics_link: GradientLink
-    mics_position: int
     raw_grad = torch.Tensor.grad  # the descriptor under the property below
 
     @property
@@ -115,11 +109,6 @@ class UnshardedParameter(nn.Parameter):
             "after the backward, or take the gradient of this use with `parameter.register_hook`."
         )
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter, without attributes. Those of the engine are among them."""
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
-
 
 class SavedVersions:
     """The version counters of one bucket's unsharded parameters.
@@ -158,11 +147,9 @@ class SavedVersions:
     def written(self) -> list[int]:
         """Positions of the parameters that were written to since `unshard`; none where they are resharded."""
         versions = self._versions()
-        return (
-            []
-            if versions in (self._valid, self._resharded)
-            else [i for i, valid in enumerate(self._valid) if versions[i] != valid]
-        )
+        if versions in (self._valid, self._resharded):
+            return []
+        return [i for i, valid in enumerate(self._valid) if versions[i] != valid]
 
     def accept_writes(self, content: int) -> None:
         """Accept written values as those of the bucket at its version `content`."""
@@ -257,9 +244,7 @@ def _wrapped(original: Function) -> Function:
     def run_backward(outputs: Any, *args: Any, **options: Any) -> Any:
         check_losses(outputs)
         gradients, retain_graph, create_graph, inputs, *others = args
-        tensors = [
-            getattr(getattr(each, "node", None), "variable", each) for each in inputs
-        ]  # of a `GradientEdge`, too
+        tensors = [getattr(getattr(each, "node", None), "variable", each) for each in inputs]  # those of edges, too
         sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedParameter)]
         accumulates = options.get("accumulate_grad", False)
         in_graph = (*inputs, *_in_graph(sharded)) if accumulates else inputs

@@ -48,7 +48,7 @@ from mics_strategy.engine import gathered_views, op_schema
 from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import in_backward, is_of_shards, mixes_plain, needs_other_rows
-from mics_strategy.engine.op_schema import is_view, tensors_in, written_by
+from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_by
 from mics_strategy.engine.origins import moment, origin_now, origin_of
 from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.python_values import PythonValues
@@ -300,7 +300,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.finish_sum()
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     has_rows = bool(plain) and any(is_sharded(gathered_views.base_of(tensor)) for tensor in exact)
-    is_mixed = mixes_plain(func, args, kwargs, has_rows=has_rows)
+    is_mixed = writes_plain(func, args, kwargs) or mixes_plain(func, tensors, has_rows=has_rows)
     written = list(written_by(func, args, kwargs))
     if has_rows and (not is_mixed or any(is_sharded(gathered_views.base_of(each)) for each in written)):
         compare_values(plain, exact[0], origin)

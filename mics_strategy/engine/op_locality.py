@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mics_strategy.engine.op_schema import tensors_in, writes_plain
+from mics_strategy.engine.op_schema import tensors_in
 
 _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
@@ -55,7 +55,7 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _fails_on_an_empty_part(func, args, kwargs)
 
 
-def mixes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_rows: bool) -> bool:
+def mixes_plain(func: Any, tensors: list[torch.Tensor], *, has_rows: bool) -> bool:
     """Whether a plain tensor takes part, whose values may differ between ranks, such that the result is plain.
 
     A plain scalar does so where gradients are computed, and where it meets results that every rank has whole (``loss /
@@ -64,15 +64,13 @@ def mixes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has
 
     Args:
         func: Operation of torch.
-        args: Its positional arguments.
-        kwargs: Its other arguments.
-        has_rows: Whether an argument is sharded.
+        tensors: Tensors that it is given.
+        has_rows: Whether one of them is sharded.
     """
-    tensors = tensors_in((args, kwargs))
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     if not plain:
         return False
-    if any(tensor.dim() for tensor in plain) or writes_plain(func, args, kwargs) or in_backward():
+    if any(tensor.dim() for tensor in plain) or in_backward():
         return True
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True

@@ -175,14 +175,36 @@ class ShardedParameter(ExactDTensor):
     register_post_accumulate_grad_hook = _refuse_hook
 
 
-class LocalParameter(nn.Parameter):
-    """The tensor in the place of a sharded parameter in the body of an optimizer's step.
+class StandIn(nn.Parameter):
+    """A tensor in the place of a sharded parameter, with which it shares its attributes. Copies of it are plain.
 
-    It shares its attributes with the sharded parameter, and sets and dicts take one for the other: a script may have
-    made them before (parameters without weight decay, initial weights by parameter).
+    Attributes:
+        mics_link: See `ShardedParameter`.
+        mics_position: See `ShardedParameter`.
+        mics_number: See `ShardedParameter`.
     """
 
+    mics_link: GradientLink
+    mics_position: int
     mics_number: int
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter, without attributes. Those of the engine are among them."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class LocalParameter(StandIn):
+    """The tensor in the body of an optimizer's step.
+
+    Sets and dicts take it and the sharded parameter for the same: a script may have made them before (parameters
+    without weight decay, initial weights by parameter).
+    """
 
     @override
     def __hash__(self) -> int:

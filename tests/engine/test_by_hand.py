@@ -102,6 +102,17 @@ def losses_are_balanced_by_norms(model: Model, x: Tensor) -> Tensor:
     return plain_loss(model, x) * balance + (model.head.weight / scale.exp()).norm() * largest
 
 
+def copies_are_made_in_a_forward(model: Model, x: Tensor) -> Tensor:
+    def add(module: nn.Module, _: object, y: Tensor) -> Tensor:
+        copied = copy.deepcopy(module.weight).requires_grad_(False)
+        return y + copied.sum(1) + (copied.grad or 0)
+
+    handle = model.layers[0].register_forward_hook(add)
+    loss = plain_loss(model, x)
+    handle.remove()
+    return loss
+
+
 def fast_weights(model: Model, x: Tensor) -> Tensor:
     weight = whole(model.head.weight)
     inner = (model(x) @ weight.t()).square().mean()
@@ -405,6 +416,7 @@ LOSSES = (
     leaves_are_returned,
     weight_is_cut_by_strides,
     losses_are_balanced_by_norms,
+    copies_are_made_in_a_forward,
     fast_weights,
 )
 BEFORE_STEPS = (

@@ -179,6 +179,8 @@ def handed_out(ctx: RankContext, preset: str, is_changed: bool) -> Tensor:
         if is_changed:
             model[0].weight.add_(1)
         kept[0].data[1:].mul_(3)
+    kept[0].requires_grad_(False)
+    assert not model[0].weight.requires_grad
     return whole(model[0].weight)
 
 

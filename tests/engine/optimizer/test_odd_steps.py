@@ -1,7 +1,9 @@
 """Optimizers with odd tensor handling, or whose step raises, behave as on plain."""
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -98,6 +100,19 @@ class ByParameter(Simple):
         p.count = getattr(p, "count", 0) + 1
         rate = group["lr"] * getattr(p, "rate", 2.0) / p.count
         p.sub_(p.grad, alpha=rate * (2 if self.names[p] == "1" else 1))
+
+
+class Copying(Simple):
+    """Writes parameters to a file, and takes a step back from copies."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        file = BytesIO()
+        torch.save(p, file)
+        file.seek(0)
+        copies = {copy.deepcopy(p): 0.5, torch.load(file, weights_only=False): 0.25}
+        p.sub_(p.grad, alpha=group["lr"])
+        for copied, weight in copies.items():
+            p.add_(weight * (copied.detach() - p))
 
 
 class Freezing(Simple):
@@ -296,6 +311,7 @@ BODIES: dict[str, Body] = {
     "gradients kept in containers": partial(stepping, make=KeepingGradientsElsewhere, zeroes=True),
     "gradients kept through a closure": stepping_with_a_closure,
     "choices by parameter": partial(stepping, make=ByParameter, zeroes=True),
+    "copies and files": partial(stepping, make=Copying, zeroes=True),
     "a list of its own": partial(stepping, make=FromItsOwnList, zeroes=True),
     "states from the beginning": partial(stepping, make=WithStatesFromTheBeginning, zeroes=True),
     "optimizers in a list": combined_later,
