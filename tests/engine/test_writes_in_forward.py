@@ -190,3 +190,23 @@ def test_a_weight_that_was_handed_out_is_written_or_refused(ranks: RankPool, pre
         torch.testing.assert_close(found, torch.tensor([1.0, *[3.0] * (WIDTH - 1)]).view(-1, 1).expand(WIDTH, WIDTH))
     told = "was written after the sharded parameter had changed"
     raises_on_every_rank(lambda: ranks(2, handed_out, preset, True), LifecycleError, told)
+
+
+def handed_out_before_a_step(ctx: RankContext, preset: str) -> tuple[Tensor, Tensor]:
+    """Job: a weight as a forward has it is written between a backward and the step. Returns it, and its gradient."""
+    forget_meshes()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    shard(model, preset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    kept: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    kept[0].data.fill_(2.0)
+    optimizer.step()
+    return whole(model[0].weight), whole(model[0].weight.grad)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "mics"])
+def test_a_step_takes_what_was_written_into_a_weight_that_was_handed_out(ranks: RankPool, preset: str) -> None:
+    for found, grad in ranks(2, handed_out_before_a_step, preset):
+        torch.testing.assert_close(found, 2.0 - 0.5 * grad)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import ConfigError, LifecycleError
 from tests import models
 from tests.engine.loops import Body, Loop, Seen, assert_same_loop
 from tests.engine.optimizer.not_elementwise import Simple
-from tests.engine.training import Run, assert_same, presets, start, wholes
+from tests.engine.training import Run, assert_same, presets, start, whole, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 pytestmark = pytest.mark.wide
@@ -261,18 +262,6 @@ def combined_later(loop: Loop) -> Seen:
     return [*seen, wholes({f"{index}": value for index, value in enumerate(states)})]
 
 
-def with_states_changed_by_hand(loop: Loop) -> Seen:
-    """A slow average among the states of the optimizer."""
-    optimizer, seen = SGD(loop.parameters(), lr=0.1, momentum=0.9), []
-    for step in range(5):
-        loop.step(step, optimizer)
-        for p in loop.parameters():
-            slow = optimizer.state[p].setdefault("slow", p.detach().clone())
-            p.data.copy_(slow.lerp_(p.detach(), 0.5))
-        seen.append(loop.values())
-    return seen
-
-
 def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
     """The loop goes on when a step has raised.
 
@@ -315,7 +304,6 @@ BODIES: dict[str, Body] = {
     "a list of its own": partial(stepping, make=FromItsOwnList, zeroes=True),
     "states from the beginning": partial(stepping, make=WithStatesFromTheBeginning, zeroes=True),
     "optimizers in a list": combined_later,
-    "states changed by hand": with_states_changed_by_hand,
     "a parameter frozen in turns": freezing_in_turns,
     "gradients dropped": partial(stepping, make=Freeing, zeroes=False),
     "gradients dropped by a subclass": partial(stepping, make=partial(FreeingAfterwards, lr=0.1), zeroes=False),
@@ -339,6 +327,31 @@ def test_odd_optimizer_of_whole_tensors_behaves_as_on_the_plain_model(ranks: Ran
     configs = presets(("zero1", "mics"), update_locality="tensor", optimizer_layout="tensors")
     runs = [Run(case=models.mlp, config=config, accumulation=2) for config in configs]
     assert_same_loop(ranks, 2, runs, BODIES[body])
+
+
+def states_without_rows(ctx: RankContext, config: ShardConfig) -> Tensor:
+    """Job: a slow average is kept among the states of a bias of which one rank has no rows."""
+    model = nn.Sequential(nn.Linear(4, 1))
+    nn.init.ones_(model[0].bias)
+    shard(model, config)
+    bias = model[0].bias
+    optimizer = SGD([bias], lr=0.1, momentum=0.9)
+    for _ in range(4):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        slow = optimizer.state[bias].setdefault("slow", torch.ones_like(bias))
+        bias.data.copy_(slow.lerp_(bias.detach(), 0.5))
+    return whole(bias)
+
+
+def test_states_of_a_rank_without_rows_may_be_changed(ranks: RankPool) -> None:
+    bias, momentum = 1.0, 0.0
+    for _ in range(4):
+        momentum = 0.9 * momentum + 1.0
+        bias -= 0.05 * momentum  # half of the way
+    for found in ranks(2, states_without_rows, *presets(("zero3",))):
+        torch.testing.assert_close(found, torch.tensor([bias]))
 
 
 def step_patched(ctx: RankContext, run: Run) -> None:
