@@ -46,11 +46,6 @@ _REPLICATED = 0.45
 # Bytes that adapters of all products move likewise, in a forward: inputs are read once (2 bytes of 9.5 h), and outputs
 # are read and written where the adapter is added (4 of 10.5 h).
 _ADAPTER_BYTES = 1.65 * 61
-# Kernels of a layer's forward, by `kernels`; a backward has twice as many. Counted in a trace of transformers' LLaMA;
-# the time of a launch is PyTorch's ("Accelerating PyTorch with CUDA Graphs", 2021: about 10 us an operation with its
-# Python).
-_LAUNCHES = {"eager": 50, "partly": 35, "fused": 18}
-_LAUNCH_S = 8e-6
 _SLICE_BYTES, _RANKS_OF_ADAPTER = 2**19, 2  # of a chain in NCCL; ranks that share an adapter
 _ADDED_BYTES = 6  # of a gradient that autograd adds to that of the micro-step before, in 16 bits
 _FUSED_ADAM_BYTES = 30  # of memory traffic for each element, in one kernel
@@ -152,9 +147,6 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
             comm_s += _eager_seconds(job, model, arithmetic, unit)
             forward_s, recompute_s = forward_s + comm_s - saved_s, recompute_s + comm_s - saved_s
             backward_s += 2 * comm_s - 2 * saved_s - tensor_s
-            launch_s = _LAUNCHES[arithmetic.kernels] * _LAUNCH_S / max(1, _parts(job))
-            forward_s, recompute_s = max(forward_s, launch_s), max(recompute_s, launch_s)
-            backward_s = max(backward_s, 2 * launch_s)
         if arithmetic.is_lora:
             backward_s -= forward_matmul_seconds(job, unit)
         copies_s = _copied_bytes(job, unit) / device.sustained_bytes_per_s
