@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.placement import have_equal_values
 from mics_strategy.engine.exact_dtensor import ExactDTensor
-from mics_strategy.engine.parameter import ShardedParameter, StandIn, fast_attributes
+from mics_strategy.engine.parameter import ProxyParameter, ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
 
@@ -45,7 +45,7 @@ _VERSION = attrgetter("_version")
 _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDictionary()
 
 
-class UnshardedParameter(StandIn):
+class UnshardedParameter(ProxyParameter):
     """A parameter as a forward uses it, with a count of all writes.
 
     Attributes:

@@ -175,7 +175,7 @@ class ShardedParameter(ExactDTensor):
     register_post_accumulate_grad_hook = _refuse_hook
 
 
-class StandIn(nn.Parameter):
+class ProxyParameter(nn.Parameter):
     """A tensor in the place of a sharded parameter, with which it shares its attributes. Copies of it are plain.
 
     Attributes:
@@ -199,7 +199,7 @@ class StandIn(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class LocalParameter(StandIn):
+class LocalParameter(ProxyParameter):
     """The tensor in the body of an optimizer's step.
 
     Sets and dicts take it and the sharded parameter for the same: a script may have made them before (parameters

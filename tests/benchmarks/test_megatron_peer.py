@@ -22,7 +22,7 @@ NO_PEAK = Peak("cpu")
 ENGINES = ["megatron-fsdp", "megatron-fsdp-light"]
 
 
-class StandIn:
+class ProxyParameter:
     """The package's two functions: the model is as before, the optimizer makes its states as the package lets it."""
 
     MixedPrecisionPolicy = SimpleNamespace
@@ -45,7 +45,7 @@ class StandIn:
     ("package", "device", "reason"),
     [
         (None, GPU, "megatron-fsdp is not installed: python -m pip install megatron-fsdp==0.6.1"),
-        (StandIn(), CPU, "megatron-fsdp runs on CUDA devices only"),
+        (ProxyParameter(), CPU, "megatron-fsdp runs on CUDA devices only"),
     ],
 )
 def test_the_reason_is_said(
@@ -88,7 +88,7 @@ def test_options_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes: list[tuple[Any, ...]] = []
     monkeypatch.setattr("benchmarks.megatron_peer.init_device_mesh", lambda *args, **_: meshes.append(args))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    package, model = StandIn(), nn.Linear(2, 2)
+    package, model = ProxyParameter(), nn.Linear(2, 2)
     assert sharded_model(package, model, Block, CPU, "no_shard") is model
     assert meshes == [("cpu", (1, 1))]
     assert package.options["zero_dp_strategy"] == "no_shard"
@@ -100,7 +100,7 @@ def test_options_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_step_that_makes_states_does_not_count() -> None:
     parameters = [nn.Parameter(torch.linspace(1, 2, 5)) for _ in range(2)]
     adopted, fresh = (torch.optim.AdamW([each], lr=0.1, weight_decay=0.5) for each in parameters)
-    adopt_optimizer(StandIn(), adopted)
+    adopt_optimizer(ProxyParameter(), adopted)
     assert torch.equal(*parameters)
     for parameter, optimizer in zip(parameters, (adopted, fresh), strict=True):
         parameter.grad = torch.linspace(-1, 1, 5)
@@ -110,7 +110,7 @@ def test_the_step_that_makes_states_does_not_count() -> None:
 
 def train(ctx: RankContext) -> dict[str, list[float]]:
     """Losses of the rows that a stand-in can train, with the real loop around it."""
-    package: Any = StandIn()
+    package: Any = ProxyParameter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.gpu_training.load", lambda _: package)
         patch.setattr("benchmarks.gpu_training.BUILDERS", {name: BUILDERS[name] for name in ("plain", *ENGINES)})
