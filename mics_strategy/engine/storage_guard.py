@@ -86,7 +86,7 @@ def _flags_of(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_bool]:
     """The flags of a storage, valid as long as the storage.
 
     Source:
-        torch 2.11 to 2.13, ``c10/core/StorageImpl.h``: `has_mutable_data_ptr_check_`, `throw_on_mutable_data_ptr_`,
+        torch 2.11 to 2.15, ``c10/core/StorageImpl.h``: `has_mutable_data_ptr_check_`, `throw_on_mutable_data_ptr_`,
         `throw_on_immutable_data_ptr_`. Python can set the second one only.
     """
     return (ctypes.c_bool * 3).from_address(storage._cdata + _flags_offset())
@@ -125,5 +125,5 @@ def _flags_offset() -> int:
 def _unknown_layout() -> str:
     return (
         f"Resharded parameters cannot be guarded against reads with torch {torch.__version__}, whose storages have "
-        "another layout. Install a version of torch that this package supports (2.11 to 2.13)."
+        "another layout. Install a version of torch that this package supports (2.11 to 2.15)."
     )
