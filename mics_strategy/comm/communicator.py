@@ -19,7 +19,7 @@ from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
 from mics_strategy.comm.stages import Stages
 from mics_strategy.comm.transport import BackendTransport, Transport
 from mics_strategy.comm.work import Steps, Work, check_shapes
-from mics_strategy.comm.workspace import Workspace, aligned_bytes
+from mics_strategy.comm.workspace import Workspace, aligned_bytes, once_per_buffer
 
 
 class Communicator:
@@ -165,34 +165,25 @@ class Communicator:
 
 
 class RowViews:
-    """Views of the tensors inside a slice of the flat buffer.
-
-    A slice has rows, in each of which a tensor is contiguous.
+    """Views of the tensors inside a slice of the flat buffer, contiguous in each of its rows.
 
     Args:
         rows: Rows of the slice.
         extents: Start and length of each tensor in a row, in elements.
         dtype: Dtype on the wire.
+
+    Attributes:
+        views: Views [rows, numel] of the tensors in each slice.
+        numels: Elements of each tensor in a slice.
     """
 
     def __init__(self, rows: int, extents: list[tuple[int, int]], dtype: torch.dtype) -> None:
         self.rows = rows
         self.dtype = dtype
-        self._extents = extents
-        self._views: dict[int, list[torch.Tensor]] = {}
-
-    @property
-    def numels(self) -> list[int]:
-        """Elements of each tensor in a slice."""
-        return [self.rows * numel for _, numel in self._extents]
-
-    def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views [rows, numel] of the tensors. They are cached, since slices are few and keep their addresses."""
-        address = slice_.data_ptr()
-        if address not in self._views:
-            table = slice_.view(self.rows, -1)
-            self._views[address] = [table[:, start : start + numel] for start, numel in self._extents]
-        return self._views[address]
+        self.views = once_per_buffer(
+            lambda slice_: [slice_.view(rows, -1)[:, start : start + numel] for start, numel in extents]
+        )
+        self.numels = [rows * numel for _, numel in extents]
 
 
 class CoalescedCommunicator:
@@ -245,7 +236,7 @@ class CoalescedCommunicator:
 
     def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Steps:
         yield
-        shards = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
+        shards = [part.view(-1) for part in parts.views(shard)] if parts.rows == 1 else self._pack(shard, parts)
         slices = [outs]  # of each tensor, by stage: the last one gathers all of it, the one before a piece of that
         for transport in reversed(self._transports[1:]):
             slices.append([slice_.view(transport.size, -1)[transport.index] for slice_ in slices[-1]])
@@ -256,7 +247,7 @@ class CoalescedCommunicator:
     def _pack(self, shard: torch.Tensor, parts: RowViews) -> list[torch.Tensor]:
         """Copy the rows of each tensor into one contiguous tensor."""
         packed = self._split_scratch(parts.numels, shard.numel(), shard.dtype)
-        torch._foreach_copy_([tensor.view(parts.rows, -1) for tensor in packed], parts.views_of(shard))
+        torch._foreach_copy_([tensor.view(parts.rows, -1) for tensor in packed], parts.views(shard))
         return packed
 
     def _split_scratch(self, numels: list[int], total: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -301,9 +292,9 @@ class CoalescedCommunicator:
             transport.reduce_scatter_coalesced(sums, fulls)
         row_sums = [tensor.view(parts.rows, -1) for tensor in sums]
         if accumulate:
-            torch._foreach_add_(parts.views_of(out), row_sums)
+            torch._foreach_add_(parts.views(out), row_sums)
         else:
-            torch._foreach_copy_(parts.views_of(out), row_sums)
+            torch._foreach_copy_(parts.views(out), row_sums)
 
 
 class SizeDispatch:

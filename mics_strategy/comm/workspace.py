@@ -8,7 +8,9 @@ resumed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +18,7 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import LifecycleError
 
 ALIGN_BYTES = 64
+Made = TypeVar("Made")
 
 
 def aligned_bytes(*sizes: tuple[int, torch.dtype]) -> int:
@@ -24,6 +27,22 @@ def aligned_bytes(*sizes: tuple[int, torch.dtype]) -> int:
     A piece is given by its number of elements and its dtype.
     """
     return sum(-(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for numel, dtype in sizes)
+
+
+def once_per_buffer(make: Callable[[torch.Tensor], Made]) -> Callable[[torch.Tensor], Made]:
+    """A function that makes something of a buffer, such as views, once.
+
+    It is kept by address: buffers are few and permanent.
+    """
+    made: dict[int, Made] = {}
+
+    def of(buffer: torch.Tensor) -> Made:
+        address = buffer.data_ptr()
+        if address not in made:
+            made[address] = make(buffer)
+        return made[address]
+
+    return of
 
 
 @dataclass(slots=True, eq=False)

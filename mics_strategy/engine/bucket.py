@@ -26,8 +26,9 @@ from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.placement import digest
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.work import Work
+from mics_strategy.comm.workspace import once_per_buffer
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
-from mics_strategy.engine.layout import BucketSpec
+from mics_strategy.engine.layout import BucketLayout, BucketSpec
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.storage_guard import StorageGuard, with_own_storage
@@ -82,7 +83,7 @@ class UnshardedParams:
         ]
         self.saved_versions = SavedVersions(spec.name, self.params)
         self._layout = spec.layout
-        self._copies: dict[int, Callable[[], object]] = {}
+        self._copies = once_per_buffer(partial(_plan_copy, self._layout, self.views))
         self._poisoned = buffer.view(torch.uint8) if poisons else None
         self.reshard()
 
@@ -107,49 +108,48 @@ class UnshardedParams:
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copy the parameters out of a flat buffer, [full_numel].
 
-        Views are cached: buffers are few and permanent.
-
         Cost:
             On CUDA one launch where all ranks have equal parts of every parameter, else one for each view. The gaps
             between parameters are copied as well, into scratch memory as large as the largest gap of all ranks.
         """
-        copy = self._copies.get(flat.data_ptr())
-        if copy is None:
-            copy = self._copies[flat.data_ptr()] = self._plan_copy(flat)
         with torch.no_grad():
-            copy()
+            self._copies(flat)()
 
-    def _plan_copy(self, flat: torch.Tensor) -> Callable[[], object]:
-        """The copy out of one flat buffer.
 
-        Rows are split with the gaps between parameters, which go to scratch memory. A CPU copies views faster.
-        """
-        targets, sources = self._pair_views(flat)
-        ranks, slices = self._layout.ranks, self._layout.param_slices
-        is_even = len(targets) == len(slices) and all(target.shape[:1] == (ranks,) for target in targets)
-        if not (flat.is_cuda and is_even and all(target.is_contiguous() for target in targets)):
-            return partial(torch._foreach_copy_, targets, sources)
-        ends = [*(param_slice.offset for param_slice in slices[1:]), self._layout.shard_numel]
-        gaps = [end - s.offset - s.chunk_numel for s, end in zip(slices, ends, strict=True)]
-        with torch.inference_mode(False):
-            scratch = flat.new_empty(ranks * max(gaps))
-        sizes, outs = [], []
-        for target, gap in zip(targets, gaps, strict=True):
-            rows = target.view(ranks, -1)
-            for out in (rows, scratch[: ranks * gap].view(ranks, gap)) if gap else (rows,):
-                sizes.append(out.shape[1])
-                outs.append(out)
-        return partial(torch.split_with_sizes_copy, flat.view(ranks, -1), sizes, 1, out=outs)
+def _plan_copy(layout: BucketLayout, views: list[torch.Tensor], flat: torch.Tensor) -> Callable[[], object]:
+    """The copy out of one flat buffer.
 
-    def _pair_views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the parameters, and of their places in the flat buffer."""
-        targets, sources = [], []
-        for position, view in enumerate(self.views):
-            for flat_part, param_part in self._layout.copy_pairs(flat, view, position):
-                is_scalar = self._layout.param_slices[position].dim is None
-                targets.append(view if is_scalar else param_part)
-                sources.append(flat_part[0] if is_scalar else flat_part)
-        return targets, sources
+    Rows are split with the gaps between parameters, which go to scratch memory. A CPU copies views faster.
+    """
+    targets, sources = _pair_views(layout, views, flat)
+    ranks, slices = layout.ranks, layout.param_slices
+    is_even = len(targets) == len(slices) and all(target.shape[:1] == (ranks,) for target in targets)
+    if not (flat.is_cuda and is_even and all(target.is_contiguous() for target in targets)):
+        return partial(torch._foreach_copy_, targets, sources)
+    ends = [*(param_slice.offset for param_slice in slices[1:]), layout.shard_numel]
+    gaps = [end - s.offset - s.chunk_numel for s, end in zip(slices, ends, strict=True)]
+    with torch.inference_mode(False):
+        scratch = flat.new_empty(ranks * max(gaps))
+    sizes, outs = [], []
+    for target, gap in zip(targets, gaps, strict=True):
+        rows = target.view(ranks, -1)
+        for out in (rows, scratch[: ranks * gap].view(ranks, gap)) if gap else (rows,):
+            sizes.append(out.shape[1])
+            outs.append(out)
+    return partial(torch.split_with_sizes_copy, flat.view(ranks, -1), sizes, 1, out=outs)
+
+
+def _pair_views(
+    layout: BucketLayout, views: list[torch.Tensor], flat: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of the parameters, and of their places in the flat buffer."""
+    targets, sources = [], []
+    for position, view in enumerate(views):
+        for flat_part, param_part in layout.copy_pairs(flat, view, position):
+            is_scalar = layout.param_slices[position].dim is None
+            targets.append(view if is_scalar else param_part)
+            sources.append(flat_part[0] if is_scalar else flat_part)
+    return targets, sources
 
 
 class Bucket:

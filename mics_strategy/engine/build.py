@@ -23,7 +23,7 @@ from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.feedback import make_feedback
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.layout import BucketSpec, make_layout, num_first_hop_chunks, split_into_buckets
-from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views
+from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, staging_views
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
@@ -359,7 +359,7 @@ def _reducer_buffers(
     num_parameters = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=flat_pools,
-        flat_views={index: CachedViews(sizes[index]) for index in gradients},
+        flat_views={index: staging_views(sizes[index]) for index in gradients},
         zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
         second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
         usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),

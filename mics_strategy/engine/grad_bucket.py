@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.work import Work
+from mics_strategy.comm.workspace import once_per_buffer
 from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging, sparse_gradients
 from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.exact_dtensor import ExactDTensor
@@ -117,7 +118,9 @@ class GradBucket:
         )
         self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
-        self._padding_views: dict[int, list[torch.Tensor]] = {}
+        self._padding_views = {
+            degree: once_per_buffer(partial(_padding_views, bucket, degree)) for degree in {1, groups.scopes.grads}
+        }
         self._dtensors = [self._new_dtensor(position) for position in range(len(bucket.layout.param_slices))]
 
     def _new_dtensor(self, position: int) -> tuple[Any, TensorMemory]:
@@ -433,13 +436,15 @@ class GradBucket:
         The scale of a quantized block would cover the padding.
 
         Args:
-            buffer: [numel_at(degree)]. Views are cached by its address.
+            buffer: [numel_at(degree)].
             degree: Degree of the scope at which `buffer` is this rank's slice.
         """
-        views = self._padding_views.get(buffer.data_ptr())
-        if views is None:
-            groups, layout = self.bucket.groups, self.bucket.layout
-            rows = layout.shard_slices(degree)[groups.scopes.span(1, degree).index(groups.rank)]
-            views = self._padding_views[buffer.data_ptr()] = layout.padding_views(buffer, rows)
-        if views:
+        if views := self._padding_views[degree](buffer):
             torch._foreach_zero_(views)
+
+
+def _padding_views(bucket: Bucket, degree: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the padding in this rank's slice at a scope of `degree`."""
+    groups, layout = bucket.groups, bucket.layout
+    rows = layout.shard_slices(degree)[groups.scopes.span(1, degree).index(groups.rank)]
+    return layout.padding_views(buffer, rows)

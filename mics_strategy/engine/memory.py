@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from mics_strategy.comm.workspace import aligned_bytes
+from mics_strategy.comm.workspace import aligned_bytes, once_per_buffer
 from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 from mics_strategy.errors import LifecycleError
@@ -110,26 +110,15 @@ def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) 
     return views
 
 
-class CachedViews:
-    """Cache of the views that `carve_views` makes of reused buffers.
+def staging_views(sizes: Sequence[tuple[int, torch.dtype]]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """Views of each staging buffer, as `carve_views` makes them.
 
-    Args:
-        sizes: Elements and dtype of each view.
+    Of the empty buffer, which stands for no payload, each view is the buffer itself.
     """
-
-    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
-        self._sizes = sizes
-        self._num_bytes = aligned_bytes(*sizes)
-        self._views: dict[int, list[torch.Tensor]] = {}
-
-    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a buffer. For the empty buffer, which stands for no payload, each view is the buffer itself."""
-        if buffer.numel() < self._num_bytes:
-            return [buffer] * len(self._sizes)
-        address = buffer.data_ptr()
-        if address not in self._views:
-            self._views[address] = carve_views(buffer, self._sizes)
-        return self._views[address]
+    num_bytes = aligned_bytes(*sizes)
+    return once_per_buffer(
+        lambda buffer: carve_views(buffer, sizes) if buffer.numel() >= num_bytes else [buffer] * len(sizes)
+    )
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -259,15 +248,15 @@ class StagingPool:
 class GradCopies:
     """Copies of gradients into flat buffers of one bucket, in one call.
 
-    Views are cached by the address of a buffer: buffers are few and permanent.
-
     Args:
         layout: Layout of the bucket.
     """
 
     def __init__(self, layout: BucketLayout) -> None:
         self._layout = layout
-        self._views: dict[int, list[torch.Tensor | None]] = {}
+        self._views = once_per_buffer(
+            lambda flat: [layout.strided_view(flat, position) for position in range(len(layout.param_slices))]
+        )
         self._gaps: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def copy(self, flat: torch.Tensor, grads: dict[int, torch.Tensor], added: GradFlag, flags: GradFlags) -> None:
@@ -283,11 +272,7 @@ class GradCopies:
         if flat.is_cuda and not has_earlier and self.copy_all(flat, grads):
             return
         copied, summed = _Pairs(), _Pairs()
-        views = self._views.get(flat.data_ptr())
-        if views is None:
-            views = self._views[flat.data_ptr()] = [
-                self._layout.strided_view(flat, position) for position in range(len(self._layout.param_slices))
-            ]
+        views = self._views(flat)
         for position, grad in grads.items():
             pairs = summed if has_earlier and flags.has(added, position) else copied
             view = views[position]

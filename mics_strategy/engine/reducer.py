@@ -26,7 +26,7 @@ from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.first_hops import FirstHop, FirstHopOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
-from mics_strategy.engine.memory import CachedViews, StagingPool
+from mics_strategy.engine.memory import StagingPool
 from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
 from mics_strategy.engine.schedule import RepeatedHops, second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
@@ -51,7 +51,7 @@ class ReducerBuffers:
     """
 
     flat_pools: dict[int, StagingPool]
-    flat_views: dict[int, CachedViews]
+    flat_views: dict[int, Callable[[torch.Tensor], list[torch.Tensor]]]
     zero_grads: Callable[[], torch.Tensor]
     second_hop: StagingPool
     usage: torch.Tensor
@@ -192,7 +192,7 @@ class Reducer:
         self._bind_buffer(unit, buffer, is_zero=False)
 
     def _bind_buffer(self, unit: Unit, buffer: torch.Tensor, *, is_zero: bool) -> None:
-        views = self.buffers.flat_views[unit.index].views_of(buffer)
+        views = self.buffers.flat_views[unit.index](buffer)
         for gradient, flat in zip(self.gradients[unit.index], views, strict=True):
             gradient.collected.bind_buffer(flat, is_zero=is_zero)
 

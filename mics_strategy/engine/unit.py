@@ -20,7 +20,7 @@ from mics_strategy.engine.autograd import UnshardedParameter, check_not_traced
 from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
-from mics_strategy.engine.memory import CachedViews, Slot, StagingPool, levels_of
+from mics_strategy.engine.memory import Slot, StagingPool, levels_of, staging_views
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
@@ -335,20 +335,20 @@ class _StagingViews:
         self.needs_flat = any(bucket.needs_staging for bucket in buckets)
         self._buckets = buckets
         sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets]
-        self._flats = CachedViews(sizes)
-        self._flat_of_bucket = [CachedViews([size]) for size in sizes]
-        self._casts = CachedViews([bucket.cast_shard_spec for bucket in buckets])
+        self._flats = staging_views(sizes)
+        self._flat_of_bucket = [staging_views([size]) for size in sizes]
+        self._casts = staging_views([bucket.cast_shard_spec for bucket in buckets])
 
     def acquire(
         self, resources: GatherResources, on_reuse: Callable[[], None]
     ) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
         """Every bucket with its flat buffer and its cast shard, both in the compute dtype."""
-        cast = self._casts.views_of(resources.cast.acquire(on_reuse))
+        cast = self._casts(resources.cast.acquire(on_reuse))
         if resources.is_stream_ordered:
             flat = resources.flat.acquire(_nothing_to_finish) if self.needs_flat else _NOTHING
-            flats = [views.views_of(flat)[0] for views in self._flat_of_bucket]
+            flats = [views(flat)[0] for views in self._flat_of_bucket]
         else:
-            flats = self._flats.views_of(resources.flat.acquire(on_reuse) if self.needs_flat else _NOTHING)
+            flats = self._flats(resources.flat.acquire(on_reuse) if self.needs_flat else _NOTHING)
         return zip(self._buckets, flats, cast, strict=True)
 
 

@@ -314,7 +314,7 @@ def test_gradients_are_kept_alive_until_the_reduction_is_waited_for() -> None:
 
 def test_extents_of_several_rows_cover_every_row_of_a_tensor() -> None:
     slice_ = torch.arange(12.0)
-    first, second = RowViews(2, [(0, 2), (3, 1)], torch.float32).views_of(slice_)
+    first, second = RowViews(2, [(0, 2), (3, 1)], torch.float32).views(slice_)
     assert first.tolist() == [[0, 1], [6, 7]]
     assert second.tolist() == [[3], [9]]
 
