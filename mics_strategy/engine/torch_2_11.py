@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)  # compute nothing of their inputs
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -31,7 +32,8 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
         kwargs: Its other arguments.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS:  # of another attribute
+        is_attribute = func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS
+        if is_attribute or func in _BACKWARDS:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
