@@ -117,6 +117,12 @@ def test_every_python_block_compiles(guide: str) -> None:
         compile(block, f"{guide}.md", "exec")
 
 
+@pytest.mark.parametrize("guide", ["getting-started", "recipes", "data"])
+def test_an_installation_takes_versions_that_were_tested_together(guide: str) -> None:
+    commands = re.findall(r"pip install [^\n`]*\.\[", GUIDES[guide])
+    assert commands == ["pip install -c constraints.txt \".["]
+
+
 PLANNER_COMMANDS = {"plan": plan_command, "simulate": simulate_command}
 RECIPE_COMMANDS = ("pretrain", "data", "launch", "fidelity", "report", "export-hf")  # see tests/recipes
 

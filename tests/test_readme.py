@@ -1,5 +1,7 @@
 """Does everything in the README that can be run, run?"""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -10,17 +12,28 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def run_block(ctx: RankContext, code: str) -> None:
-    exec(compile(code, "README.md", "exec"), {})
+def printed_by(ctx: RankContext, code: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "README.md", "exec"), {})
+    return printed.getvalue()
 
 
 def test_the_training_example_uses_the_models_device() -> None:
     assert "device=sharded.device" in PYTHON_BLOCKS[0]
 
 
-def test_the_plain_example_runs_on_four_ranks(ranks: RankPool) -> None:
+def test_the_plain_example_runs_on_four_ranks_and_prints_what_a_page_explains(ranks: RankPool) -> None:
     (example,) = [block for block in PYTHON_BLOCKS if "init_process_group" in block]
-    ranks(4, run_block, example, default_group=False)
+    first, *others = ranks(4, printed_by, example, default_group=False)
+    assert others == [""] * 3
+    loss, _, *rows = first.splitlines()
+    assert re.fullmatch(r"loss 0\.\d{4}", loss)
+    explained = (ROOT / "docs" / "concepts.md").read_text().split("## The plan")[1].split("\n## ")[0]
+    axes, dtypes = ({row.split()[column] for row in rows} for column in (1, 3))
+    assert axes == {"intra_node.0", "intra_node.1", "intra_node.0+intra_node.1"}
+    assert all(f"`{axis}`" in explained for axis in axes)
+    assert dtypes == {"float32", "int32"}
+    assert "int32" in explained
 
 
 def test_it_fits_on_one_page() -> None:
