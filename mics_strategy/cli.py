@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
+import select
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,7 +90,26 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, 0 on success."""
+    """Run a command; return its exit code, 0 on success. It is SIGPIPE's if nobody reads the output (`mics ... | head`).
+
+    Source:
+        "Note on SIGPIPE" in Python's documentation of `signal`.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):  # another pipe is broken: that of a process
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in _PROGRAMS:
         return _run_recipes(_PROGRAMS[given[0]], given[1:], given[0])

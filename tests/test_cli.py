@@ -1,18 +1,21 @@
 """Does the command say and do what it is asked, and end with words where it cannot?"""
 
 import argparse
+import os
 import platform
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mics_strategy import __version__
+from mics_strategy import __version__, cli
 from mics_strategy.cli import main, parser
 from tests.checkpoint.test_export import saved
 from tests.engine.training import assert_identical
@@ -64,6 +67,34 @@ def test_what_there_is_and_in_which_version_is_said_without_torch(option: str) -
         assert said == [f"mics_strategy {__version__}, torch {version('torch')}, Python {platform.python_version()}"]
     else:
         assert {line.split()[0] for line in said if line.startswith("    ") and line[4] != " "} == {*OPTIONS}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_characters", [1, 100_000], ids=["when-flushed", "when-printed"])
+def test_a_reader_that_has_gone_ends_the_command_without_words(num_characters: int) -> None:
+    code = (
+        "import sys\n"
+        "from mics_strategy import cli\n"
+        f"cli._configure = lambda options: print('x' * {num_characters})\n"
+        "sys.exit(cli.main(['config']))"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        child = subprocess.run([sys.executable, "-c", code], env=buffered, stdout=output, stderr=subprocess.PIPE)
+    assert (child.returncode, child.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_the_broken_pipe_of_a_process_is_an_error(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    def write(options: object) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.write(writer, b"task")
+
+    monkeypatch.setattr(cli, "_inspect", write)
+    with capfd.disabled(), pytest.raises(BrokenPipeError):
+        main(["inspect", "folder"])
 
 
 def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
