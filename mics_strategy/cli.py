@@ -90,7 +90,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, 0 on success. It is SIGPIPE's if nobody reads the output (`mics ... | head`).
+    """Run a command; return its exit code: 0 on success, that of SIGPIPE if its reader has gone (`mics plan | head`).
 
     Source:
         "Note on SIGPIPE" in Python's documentation of `signal`.

@@ -113,7 +113,9 @@ def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pyt
 
 def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "hf")]) == 1
-    message = f"mics export: `{tmp_path / 'nowhere'}` is not a checkpoint: it has no `.metadata`. Pass the folder that"
+    assert capsys.readouterr().err.startswith(f"mics export: `{tmp_path / 'nowhere'}` does not exist. Pass the folder")
+    assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
+    message = f"mics export: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Pass the folder of a checkpoint"
     assert capsys.readouterr().err.startswith(message)
 
 
@@ -124,7 +126,7 @@ def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest
     assert main(["inspect", str(tmp_path / "step-2")]) == 1
     assert "right size, but other bytes" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
-    assert "is not a finished checkpoint" in capsys.readouterr().err
+    assert "nowhere` does not exist. Pass the folder of a checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

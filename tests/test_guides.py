@@ -120,7 +120,7 @@ def test_every_python_block_compiles(guide: str) -> None:
 @pytest.mark.parametrize("guide", ["getting-started", "recipes", "data"])
 def test_an_installation_takes_versions_that_were_tested_together(guide: str) -> None:
     commands = re.findall(r"pip install [^\n`]*\.\[", GUIDES[guide])
-    assert commands == ["pip install -c constraints.txt \".["]
+    assert commands == ['pip install -c constraints.txt ".[']
 
 
 PLANNER_COMMANDS = {"plan": plan_command, "simulate": simulate_command}

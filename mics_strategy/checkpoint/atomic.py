@@ -195,9 +195,11 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The manifest is missing or damaged.
+        CheckpointError: The folder or the manifest is missing, or the manifest is damaged.
     """
     file = path / NAME
+    if not path.exists():
+        raise CheckpointError(f"`{path}` does not exist. Pass the folder of a checkpoint.")
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:

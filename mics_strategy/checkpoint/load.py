@@ -201,7 +201,8 @@ def load_newest_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the newest intact checkpoint of a folder. Collective.
 
-    It is loaded by `load_checkpoint`. Rank 0 prints which checkpoints it skips and why.
+    It is loaded by `load_checkpoint`. Rank 0 prints which checkpoints it skips and why, or that there is none: a job
+    that starts for the first time goes on without one.
 
     Args:
         folder: Folder that holds checkpoints. Rank 0's path is used.
@@ -217,7 +218,18 @@ def load_newest_checkpoint(
     """
     finish_saves(sharded)
     path = newest_checkpoint(folder)
-    return None if path is None else load_checkpoint(path, sharded, optimizers, **options)
+    if path is not None:
+        return load_checkpoint(path, sharded, optimizers, **options)
+    if dist.get_rank() == 0:
+        print(f"No checkpoint is loaded: `{os.fspath(folder)}` {_emptiness(Path(folder))}.", flush=True)
+    return None
+
+
+def _emptiness(folder: Path) -> str:
+    """Say why a folder holds no checkpoint."""
+    if atomic.is_checkpoint(folder):
+        return "is a checkpoint itself; pass the folder that holds it, or use `load_checkpoint`"
+    return "holds none" if folder.exists() else "does not exist"
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

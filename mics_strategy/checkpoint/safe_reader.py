@@ -109,9 +109,8 @@ class SafeReader(FileSystemReader):
             with file.open("rb") as opened:
                 metadata = _MetadataUnpickler(opened).load_unchanged()
         except FileNotFoundError:
-            raise CheckpointError(
-                f"`{folder}` is not a checkpoint: it has no `{METADATA}`. Pass the folder that holds it."
-            ) from None
+            problem = f"is not a checkpoint: it has no `{METADATA}`" if folder.exists() else "does not exist"
+            raise CheckpointError(f"`{folder}` {problem}. Pass the folder of a checkpoint.") from None
         except Exception as error:  # unpickling raises what the constructors of the classes raise
             raise CheckpointError(
                 f"`{file}` is not checkpoint metadata ({error}). It is damaged, or was changed to run code when it is "

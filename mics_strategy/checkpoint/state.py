@@ -243,15 +243,9 @@ class LoadTarget:
     def _model_targets(self) -> StateDict:
         local_state = self._sharded.model.state_dict(keep_vars=True)
         saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
+        _check_shapes({n: t for n, t in local_state.items() if n in saved and isinstance(t, torch.Tensor)}, saved)
         if self._strict:
             _check_same_names("The model", set(local_state), set(saved))
-        for name in set(local_state) & set(saved):
-            shape = getattr(saved[name], "size", None)
-            if isinstance(local_state[name], torch.Tensor) and shape != local_state[name].shape:
-                raise CheckpointError(
-                    f"`{name}` has shape {list(local_state[name].shape)} in the model and {list(shape or ())} in the "
-                    "checkpoint. Build the model with the configuration that it was saved with."
-                )
         return {name: _detached(value) for name, value in local_state.items() if name in saved}
 
     def _optimizer_targets(self, position: int, key: str) -> StateDict:
@@ -364,14 +358,34 @@ def _is_in(name: str, key: str) -> bool:
     return name.startswith(f"{key}.")
 
 
+def _check_shapes(local: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Check tensors that the model and the checkpoint have; no option loads those of other shapes."""
+    shapes = {name: getattr(saved[name], "size", None) for name in local}
+    problems = [
+        f"`{name}` has shape {list(tensor.shape)} in the model and {list(shapes[name] or ())} in the checkpoint"
+        for name, tensor in local.items()
+        if shapes[name] != tensor.shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{_listed(problems)} ({len(problems)} of the {len(local)} tensors that both have). Build the model with "
+            "the configuration that it was saved with."
+        )
+
+
 def _check_same_names(subject: str, local: set[str], saved: set[str]) -> None:
+    remedy = ", or load with `strict=False`" if local & saved else ""  # which would load nothing
     for names, problem in ((local - saved, "not in the checkpoint"), (saved - local, "only in the checkpoint")):
         if names:
-            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                f"{subject}: {', '.join(sorted(names)[:_SHOWN])}{rest} {problem}. Build the model and the optimizer as "
-                "they were saved, or load with `strict=False`."
+                f"{subject}: {_listed(sorted(names))} {problem}. Build the model and the optimizer as they were "
+                f"saved{remedy}."
             )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    rest = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return f"{', '.join(texts[:_SHOWN])}{rest}"
 
 
 def _empty_like_saved(entry: Any, parameter: torch.Tensor | None, owner: int | None) -> Any:
