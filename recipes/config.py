@@ -350,17 +350,26 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
         sys.exit(0)
     values: dict[str, Any] = {}
     for text in options.configs:
-        is_inline = text.startswith("{")
-        file = (
-            mapping_of(parse(text, "`--config`"), Recipe, "`--config`") if is_inline else read_file(Path(text), Recipe)
-        )
-        values = merge(values, typed(file, Recipe), Recipe)
+        values = merge(values, _fields_of(text), Recipe)
     blocks = ("cuda",) * has_cuda + ("ci",) * ("ci" in options.flags)
     recipe = resolve(values, typed(options.overrides, Recipe), blocks)
     if "print_config" in options.flags:
         print(recipe.to_yaml(), end="")
         sys.exit(0)
     return recipe
+
+
+def _fields_of(config: str) -> dict[str, Any]:
+    """Return the typed fields of a file or an inline mapping; errors name it."""
+    is_inline, where = config.startswith("{"), "`--config`"
+    file = mapping_of(parse(config, where), Recipe, where) if is_inline else read_file(Path(config), Recipe)
+    try:
+        fields = typed(file, Recipe)
+        for name in ("cuda", "ci"):
+            _block(name, fields)
+    except RecipeError as error:
+        raise RecipeError(f"{where if is_inline else f'`{config}`'}: {error}") from None
+    return fields
 
 
 def resolve(values: Mapping[str, Any], overrides: Mapping[str, Any], blocks: Collection[str]) -> Recipe:

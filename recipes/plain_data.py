@@ -160,7 +160,7 @@ def typed(values: Mapping[str, Any], kind: type, prefix: str = "") -> dict[str, 
             blocks = [
                 block for block, hint in hints.items() if dataclasses.is_dataclass(hint) and name in types_of(hint)
             ]
-            matches = [f"{block}.{name}" for block in blocks] or difflib.get_close_matches(name, hints, n=1)
+            matches = [f"{block}.{name}" for block in blocks] or difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
             hint = f" Did you mean `{prefix}{matches[0]}`?" if matches else ""
             raise RecipeError(f"{shown(prefix + name)} is no field of a recipe.{hint} Use one of {', '.join(hints)}.")
     return {name: _typed(value, hints[name], f"{prefix}{name}") for name, value in values.items()}

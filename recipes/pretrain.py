@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     _quiet_lightning()
     given = [*(sys.argv[1:] if arguments is None else arguments)]
+    named = [*given]  # where the recipe is not yet the path of its file
     try:
         if "--list" in given:
             print(_listing(given))
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--dry-run" in given:
             print(_dry_run([argument for argument in given if argument != "--dry-run"]))
             return
-        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), given)
+        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), named)
     except MiCSError as error:
         sys.exit(f"error: {error}")
 

@@ -151,5 +151,9 @@ def _watch_interrupts(received: socket.socket) -> None:
 
 def resume_command(arguments: Sequence[str]) -> str:
     """Return the command that continues a run from its newest checkpoint."""
-    others = [text for text in arguments if not text.startswith("--trainer.resume")]
+    others = [*arguments]
+    while "--trainer.resume" in others:  # its value is the next word
+        position = others.index("--trainer.resume")
+        del others[position : position + 2]
+    others = [text for text in others if not text.startswith("--trainer.resume=")]
     return shlex.join(["mics", "pretrain", *others, "--trainer.resume=auto"])

@@ -106,6 +106,21 @@ def test_an_unknown_name_in_a_block_is_found_on_every_machine(block: str, has_cu
         load_recipe([f"--config={file}"], has_cuda=has_cuda)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch: {micro_batch: 4}", r"`batch\.micro_batch` is no field.*Did you mean `batch\.micro_size`\?"),
+        ("ci: {model: {sizee: 3}}", r"`ci\.model\.sizee` is no field"),
+        ("trainer: {max_steps: many}", r"`trainer\.max_steps` is `many`"),
+    ],
+)
+def test_an_error_in_a_file_names_the_file(text: str, message: str, tmp_path: Path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"name: wrong\n{text}\n")
+    with pytest.raises(RecipeError, match=rf"^`{file}`: {message}"):
+        load_recipe([f"--config={file}"], has_cuda=False)
+
+
 def test_a_block_has_no_blocks(tmp_path: Path):
     file = tmp_path / "wrong.yaml"
     file.write_text("name: wrong\ncuda: {ci: {}}\n")

@@ -107,7 +107,7 @@ def test_sigterm_saves_and_the_printed_command_continues(
     assert f"SIGUSR1: checkpoint after step {first}" in output
     assert max(losses(tmp_path)) == last < STEPS
     line = next(line for line in output.splitlines() if line.startswith("SIGTERM: "))
-    assert line.startswith(f"SIGTERM: saved after step {last}. Continue with: mics pretrain --config=")
+    assert line.startswith(f"SIGTERM: saved after step {last}. Continue with: mics pretrain llama-debug --data")
     assert "Loss " not in output  # no report of a run that is not finished
     assert "Traceback" not in errors
     resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
@@ -133,7 +133,7 @@ def test_an_interrupt_of_the_terminal_saves_and_the_printed_command_continues(
     assert process.returncode == 130, errors
     (last,) = saved(tmp_path)
     assert max(losses(tmp_path)) == last < STEPS
-    line = f"SIGINT: saved after step {last}. Continue with: mics pretrain --config="
+    line = f"SIGINT: saved after step {last}. Continue with: mics pretrain llama-debug --data"
     assert next(text for text in output.splitlines() if text.startswith("SIGINT: ")).startswith(line)
     assert errors.count("SIGINT received, handled after this optimizer step; a second one ends the run at once") == 1
     assert "Traceback" not in errors
