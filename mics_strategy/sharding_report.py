@@ -51,7 +51,8 @@ class ShardingReport:
             f"({', '.join(f'{purpose} {_size(count)}' for purpose, count in purposes if count)}).",
         ]
         sent = [f"{_size(count)} over {axis}" for axis, count in self.sent_bytes.items()]
-        step = f"step of {self.num_micro_steps} micro-step{'s' if self.num_micro_steps > 1 else ''}"
+        count = self.num_micro_steps  # 1 before the first step, however many the loop will run
+        step = "step without accumulation" if count == 1 else f"step of {count} micro-steps"
         return "\n".join([*lines, f"A rank sends in a {step}: {', '.join(sent) or 'nothing'}."])
 
 

@@ -114,6 +114,9 @@ def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pyt
 def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "hf")]) == 1
     assert capsys.readouterr().err.startswith(f"mics export: `{tmp_path / 'nowhere'}` does not exist. Pass the folder")
+    (tmp_path / "step=2.ckpt").touch()
+    assert main(["export", str(tmp_path / "step=2.ckpt"), str(tmp_path / "hf")]) == 1
+    assert "step=2.ckpt` is a file, not the folder of a sharded checkpoint. Pass" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
     message = f"mics export: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Pass the folder of a checkpoint"
     assert capsys.readouterr().err.startswith(message)

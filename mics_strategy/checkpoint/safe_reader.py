@@ -108,8 +108,9 @@ class SafeReader(FileSystemReader):
         try:
             with file.open("rb") as opened:
                 metadata = _MetadataUnpickler(opened).load_unchanged()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             problem = f"is not a checkpoint: it has no `{METADATA}`" if folder.exists() else "does not exist"
+            problem = "is a file, not the folder of a sharded checkpoint" if folder.is_file() else problem
             raise CheckpointError(f"`{folder}` {problem}. Pass the folder of a checkpoint.") from None
         except Exception as error:  # unpickling raises what the constructors of the classes raise
             raise CheckpointError(

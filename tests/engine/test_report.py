@@ -31,9 +31,14 @@ def reported(ctx: RankContext) -> tuple[ShardingReport, str, dict[str, int], int
     sharded = shard(model, "mics", units=[nn.Linear], param_dtype="bfloat16")
     report = sharded.report()
     model(torch.ones(2, WIDTH)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    sent = sum(row.sent_bytes for row in sharded.traffic())
-    return report, str(report), dict(sharded.memory.bytes_by_purpose), sharded.plan.sent_bytes(), sent
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    planned, sent = sharded.plan.sent_bytes(), sum(row.sent_bytes for row in sharded.traffic())
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    assert "A rank sends in a step of 2 micro-steps: " in str(sharded.report())
+    return report, str(report), dict(sharded.memory.bytes_by_purpose), planned, sent
 
 
 def test_it_says_scopes_units_dtypes_memory_and_traffic(ranks: RankPool) -> None:
@@ -47,7 +52,7 @@ def test_it_says_scopes_units_dtypes_memory_and_traffic(ranks: RankPool) -> None
         "parameters over 2, gradients over 2, optimizer states over 2 of 4 ranks (2 nodes of 2).",
         "216 parameters in 4 units, 152 of them trained; float32 parameters are gathered in bfloat16, gradients",
         f"activations: {sum(memory.values()) / 1e3:.3g} kB (",
-        "A rank sends in a step of 1 micro-step: ",
+        "A rank sends in a step without accumulation: ",
         f"{report.sent_bytes['inter_node'] / 1e3:.3g} kB over inter_node.",
     ):
         assert said in text
@@ -59,7 +64,7 @@ def alone(ctx: RankContext) -> str:
 
 def test_one_rank_sends_nothing(ranks: RankPool) -> None:
     (text,) = ranks(1, alone)
-    assert text.endswith("A rank sends in a step of 1 micro-step: nothing.")
+    assert text.endswith("A rank sends in a step without accumulation: nothing.")
     assert "of 1 ranks (1 node of 1)." in text
 
 
