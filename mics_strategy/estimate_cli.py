@@ -56,7 +56,8 @@ _FIELDS = {  # options of the command by field of `ShardConfig`
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of the command, and an example."""
+    parser.epilog = "example: mics estimate llama-7b --nodes 4 --ranks-per-node 8 --micro-batch 1 --memory '80 GB'"
     parser.add_argument(
         "model", help="a catalog name, a folder with config.json, a transformers model, or module:function"
     )

@@ -3,6 +3,8 @@
 import argparse
 import os
 import platform
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -139,6 +141,14 @@ def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path / "hf" / "model.safetensors")
     assert_identical(dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())), expected)
+
+
+def test_the_example_in_the_help_of_estimate_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["estimate", "--help"])
+    example = capsys.readouterr().out.partition("example: mics ")[2]
+    assert main(shlex.split(example)) == 0
+    assert re.search(r"of a GPU +80\.000 GB", capsys.readouterr().out)
 
 
 def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
