@@ -18,7 +18,7 @@ from benchmarks.papers.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
 from mics_strategy.planner.model_formulas import TransformerShape, describe
-from mics_strategy.planner.simulator import Job, step_seconds
+from mics_strategy.planner.simulator import Job, compute_seconds, step_seconds
 from mics_strategy.planner.space import scopes_of
 from mics_strategy.planner.workload import Workload
 
@@ -81,6 +81,11 @@ class PublishedJob:
     def step_s(self) -> float:
         """Seconds of a step."""
         return _step_seconds(self.job)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the step in which the device waits for collectives, or is slowed by them."""
+        return max(0.0, 1 - compute_seconds(self.job) / self.step_s)
 
     @property
     def samples_per_s(self) -> float:

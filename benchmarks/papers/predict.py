@@ -46,6 +46,7 @@ class Predicted:
         assumptions: Assumptions for what the row does not state, and about the system.
         compared: Predicted over published, where that is not the ratio of the values; 0 where it is.
         is_calibration: Whether a constant of the test-bed is this very value, so that it proves nothing.
+        waiting: Share of the step that waits for collectives, of a throughput; None of other kinds.
     """
 
     value: float
@@ -53,6 +54,7 @@ class Predicted:
     assumptions: tuple[str, ...] = ()
     compared: float = 0.0
     is_calibration: bool = False
+    waiting: float | None = None
 
 
 def predict(row: PublishedRow) -> Predicted:
@@ -131,21 +133,25 @@ def _in_unit(row: PublishedRow, share: float) -> float:
     return share * 100 if row.text("unit") == "%" else share
 
 
+def _throughput(job: PublishedJob, value: float, *notes: str) -> Predicted:
+    assumptions = (*job.assumptions, *notes)
+    return Predicted(value=value, kind=Kind.THROUGHPUT, assumptions=assumptions, waiting=job.waiting)
+
+
 def _mfu(row: PublishedRow) -> Predicted:
     job = _one(row)
     mfu = job.flop_per_s(counts_recomputation=False) / job.peak_flop_per_s
-    return Predicted(value=_in_unit(row, mfu), kind=Kind.THROUGHPUT, assumptions=job.assumptions)
+    return _throughput(job, _in_unit(row, mfu))
 
 
 def _tgs(row: PublishedRow) -> Predicted:
     job = _one(row)
-    return Predicted(value=job.tokens_per_s_per_rank, kind=Kind.THROUGHPUT, assumptions=job.assumptions)
+    return _throughput(job, job.tokens_per_s_per_rank)
 
 
 def _tflops(row: PublishedRow) -> Predicted:
     job = _one(row)
-    value = job.flop_per_s(counts_recomputation=True) / 1e12
-    return Predicted(value=value, kind=Kind.THROUGHPUT, assumptions=job.assumptions)
+    return _throughput(job, job.flop_per_s(counts_recomputation=True) / 1e12)
 
 
 def _peak_share(row: PublishedRow) -> Predicted:
@@ -153,8 +159,7 @@ def _peak_share(row: PublishedRow) -> Predicted:
     stated = re.search(r"([\d.]+)\s*tflops", row.words("metric"))
     peak = float(stated[1]) * 1e12 if stated else job.peak_flop_per_s
     share = job.flop_per_s(counts_recomputation=True) / peak
-    assumptions = (*job.assumptions, f"peak {peak / 1e12:.0f} TFLOPS; recomputation counts")
-    return Predicted(value=_in_unit(row, share), kind=Kind.THROUGHPUT, assumptions=assumptions)
+    return _throughput(job, _in_unit(row, share), f"peak {peak / 1e12:.0f} TFLOPS; recomputation counts")
 
 
 def _throughput_ratio(row: PublishedRow) -> Predicted:

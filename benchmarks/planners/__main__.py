@@ -16,11 +16,14 @@ from typing import Any
 
 from benchmarks.papers.row import PublishedRow, read_rows
 from benchmarks.papers.testbed import NotPredictable
+from benchmarks.papers.validate import validate
+from benchmarks.planners.certainty import certainty_lines
 from benchmarks.planners.run import predict_run
 from benchmarks.planners.scores import ScoredRow, score_lines
 from mics_strategy.errors import ConfigError, MiCSError
 
 _PROG = "python -m benchmarks.planners"
+_PAPERS = Path(__file__).parents[2] / "docs" / "papers" / "results.csv"
 
 
 def score_rows(rows: Iterable[PublishedRow]) -> list[ScoredRow]:
@@ -38,7 +41,7 @@ def _scored(row: PublishedRow) -> ScoredRow:
         run = predict_run(row)
     except NotPredictable as reason:
         return ScoredRow(row=row, predicted=None, reason=str(reason))
-    return ScoredRow(row=row, predicted=run.value, fits=run.fits, assumptions=run.assumptions)
+    return ScoredRow(row=row, predicted=run.value, fits=run.fits, waiting=run.waiting, assumptions=run.assumptions)
 
 
 def public_rows() -> list[PublishedRow]:
@@ -85,6 +88,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rows", type=Path, help="table of runs, CSV; by default the rows that come along")
     options.add_argument("--predictions", type=Path, help="predictions of another planner: CSV with id and predicted")
     options.add_argument("--json", action="store_true", help="print a list of rows with their errors")
+    options.add_argument(
+        "--certainty", action="store_true", help="print how sure predictions are, with the papers' rows"
+    )
     options.add_argument("--worst", type=int, default=10, help="worst rows to print")
     return options
 
@@ -98,7 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MiCSError as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 1
-    if options.json:
+    if options.certainty:
+        print("\n".join(certainty_lines(rows, validate(read_rows(_PAPERS)))))
+    elif options.json:
         print(json.dumps(report_json(rows), indent=1))
     else:
         print("\n".join(score_lines(rows, num_worst=options.worst)))

@@ -19,7 +19,7 @@ from benchmarks.planners.hardware import testbed_of, with_attention
 from benchmarks.planners.models import RunModel, model_of_run
 from benchmarks.planners.systems import Degrees, degrees_of, system_of_run
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.simulator import step_seconds
+from mics_strategy.planner.simulator import compute_seconds, step_seconds
 
 if TYPE_CHECKING:
     from benchmarks.papers.systems import System
@@ -42,6 +42,7 @@ class PredictedRun:
         step_s: Seconds of a step.
         peak_bytes: Bytes of a rank's memory by the same model.
         fits: Whether they fit into the device.
+        waiting: Share of the step in which the device waits for collectives, or is slowed by them.
         assumptions: Assumptions for what the row does not state, and about the system.
     """
 
@@ -49,6 +50,7 @@ class PredictedRun:
     step_s: float
     peak_bytes: float
     fits: bool
+    waiting: float
     assumptions: tuple[str, ...]
 
 
@@ -95,6 +97,7 @@ def predict_run(row: PublishedRow) -> PredictedRun:
         step_s=step_s,
         peak_bytes=peak_bytes(job),
         fits=fits(job) or _is_offloaded(job),
+        waiting=max(0.0, 1 - compute_seconds(job.job) / step_s),
         assumptions=tuple(dict.fromkeys((*run.model.assumptions, *job.assumptions))),
     )
 

@@ -5,6 +5,7 @@ Pure.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class ScoredRow:
         row: Row.
         predicted: Predicted value in the row's unit; None where there is none.
         fits: Whether the same model says that the run fits into memory; None without a prediction.
+        waiting: Share of the predicted step that waits for collectives; None where it is not known.
         reason: Why there is no prediction; empty where there is one.
         assumptions: Assumptions of the prediction.
     """
@@ -35,6 +37,7 @@ class ScoredRow:
     row: PublishedRow
     predicted: float | None
     fits: bool | None = None
+    waiting: float | None = None
     reason: str = ""
     assumptions: tuple[str, ...] = ()
 
@@ -121,6 +124,12 @@ def order_kept(rows: Iterable[ScoredRow]) -> tuple[int, int]:
                     pairs += 1
                     kept += (one > other) == (predicted_one > predicted_other)
     return kept, pairs
+
+
+def same_runs(rows: Iterable[ScoredRow]) -> Iterator[tuple[ScoredRow, ScoredRow]]:
+    """Pairs of rows that differ in neither model, source, device nor number of GPUs."""
+    for _, group in grouped(rows, lambda row: f"{_setting(row)}|{row.row.text('total_gpus')}"):
+        yield from itertools.combinations(group, 2)
 
 
 def _setting(row: ScoredRow) -> str:

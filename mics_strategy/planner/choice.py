@@ -14,12 +14,13 @@ from typing import Any
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.certainty import Certainty, certainty
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
-from mics_strategy.planner.solver import Point, Solution, solve
-from mics_strategy.planner.space import Space, preset_of, scopes_of
+from mics_strategy.planner.solver import Point, Solution, solve, tie_order
+from mics_strategy.planner.space import EQUAL, Space, preset_of, scopes_of
 from mics_strategy.planner.workload import Workload
 from mics_strategy.timeline import Timeline
 
@@ -73,6 +74,11 @@ class SimulatedStep:
     def exposed_s(self) -> float:
         """Seconds in which the device waits for collectives, or is slowed by them."""
         return max(0.0, self.step_s - self.compute_s)
+
+    @property
+    def certainty(self) -> Certainty:
+        """Errors of predictions of public runs that wait about as much."""
+        return certainty(self.exposed_s / self.step_s)
 
     def timeline(self) -> Timeline:
         """The step as a planned timeline of rank 0, every micro-step in it."""
@@ -226,26 +232,26 @@ class Choice:
             "too_large": len(self.solution.too_large),
             "limit_bytes": self.solution.limit_bytes,
             "gap": self.solution.gap,
-            "rejected": [{**point_json(p), "reason": r} for p, r in reasons(self)],
+            "rejected": [
+                {**point_json(p), "reason": r, "is_within": _is_within(p, self.step)} for p, r in reasons(self)
+            ],
         }
 
 
 def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
     """Every point but the chosen one, with the reason against it."""
     best_s, limit_bytes = choice.step.step_s, choice.solution.limit_bytes
+    chosen_order = tie_order(choice.solution.frontier[0])
     for point in choice.solution.fitting:
         if point.job == choice.step.job:
             continue
         if point.step_s is None:
             prefix = "takes" if point.bound_s >= best_s else "not simulated; takes"
             yield point, f"{prefix} at least {point.bound_s:.4g} s: {_by(point)}"
-        elif point.step_s > best_s:
-            yield point, f"{point.step_s / best_s - 1:.1%} slower"
+        elif point.step_s <= best_s * (1 + EQUAL) and (order := tie_order(point)) > chosen_order:
+            yield point, order.reason_against(chosen_order)
         else:
-            yield (
-                point,
-                "as fast within the planner's error, with more bytes between nodes, more mesh axes or more memory",
-            )
+            yield point, f"{point.step_s / best_s - 1:.1%} slower"
     for point in choice.solution.too_large:
         yield point, f"{(point.memory.total_bytes - limit_bytes) / 1e9:.1f} GB too large"
 
@@ -261,18 +267,24 @@ def _sections(choice: Choice) -> Iterator[Section]:
     counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
     yield Section(
         title="Fastest step by memory",
-        rows=(header, *(_point_row(point) for point in solution.frontier)),
+        rows=(header, *(_point_row(point, choice.step) for point in solution.frontier)),
         num_left=3,
-        lines=(f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.",),
+        lines=(
+            f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.",
+            f"~: within {choice.step.certainty.interval:.0%} of the choice, so that it may be the faster one.",
+        ),
     )
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
-    rows = [(name, *_point_row(point), reasons_of.get(id(point), "chosen")) for name, point in _presets(choice)]
+    rows = [
+        (name, *_point_row(point, choice.step), reasons_of.get(id(point), "chosen"))
+        for name, point in fastest_of_systems(choice)
+    ]
     yield Section(
         title="Published systems, with a node as partition", rows=(("preset", *header, "reason"), *rows), num_left=4
     )
 
 
-def _presets(choice: Choice) -> list[tuple[str, Point]]:
+def fastest_of_systems(choice: Choice) -> list[tuple[str, Point]]:
     """The fastest point of each published system, fastest first. Where none fits, it is the smallest."""
     points: dict[str, Point] = {}
     for point in (*choice.solution.fitting, *choice.solution.too_large):
@@ -308,6 +320,7 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"{step.tokens_per_s:,.0f} {'tokens' if tokens > 1 else 'samples'}/s, {step.tokens_per_s_per_rank:,.0f} per "
         f"rank, {step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
     )
+    yield step.certainty.text()
     device = job.cluster.device
     if device.sustained_efficiency < 1:
         yield f"kernels at {device.sustained_efficiency:.0%} of their best speed: {device.sustained_source}"
@@ -319,7 +332,7 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
     yield f"memory {memory.total_bytes / 1e9:.1f} of {limit_gb:.1f} GB: {parts}"
 
 
-def _point_row(point: Point) -> tuple[str, ...]:
+def _point_row(point: Point, chosen: SimulatedStep) -> tuple[str, ...]:
     job, scopes = point.job, point.job.scopes
     codecs = [str(codec) for codec in (job.config.weight_codec, job.config.grad_codec) if codec != "none"]
     seconds = point.bound_s if point.step_s is None else point.step_s
@@ -329,9 +342,15 @@ def _point_row(point: Point) -> tuple[str, ...]:
         "+".join(codecs),
         str(job.micro_batch),
         "yes" if job.recompute else "no",
-        f"{seconds:.4g}",
+        f"{'~' if _is_within(point, chosen) else ''}{seconds:.4g}",
         f"{point.memory.total_bytes / 1e9:.1f}",
     )
+
+
+def _is_within(point: Point, chosen: SimulatedStep) -> bool:
+    """Whether another point may be as fast as the chosen one, as far as predictions are sure."""
+    limit_s = chosen.step_s * (1 + chosen.certainty.interval)
+    return point.job != chosen.job and point.step_s is not None and point.step_s <= limit_s
 
 
 def point_json(point: Point) -> dict[str, Any]:
@@ -359,6 +378,7 @@ def step_json(step: SimulatedStep) -> dict[str, Any]:
         "tokens_per_s_per_rank": step.tokens_per_s_per_rank,
         "tflop_per_s_per_rank": step.model_flop_per_s_per_rank / 1e12,
         "mfu": step.mfu,
+        "certainty": {"interval": step.certainty.interval, "half": step.certainty.half, "most": step.certainty.most},
         "sustained_efficiency": job.cluster.device.sustained_efficiency,
         "memory_bytes": step.memory.total_bytes,
         "memory_bytes_by_kind": dict(step.memory.by_kind),

@@ -10,6 +10,7 @@ from typing import Any
 
 from mics_strategy.errors import MiCSError
 from mics_strategy.planner.choice import Choice, plan, step_json
+from mics_strategy.planner.flips import flips
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, codec_pairs, workload_of
 from mics_strategy.planner.report import Section, print_report
 from mics_strategy.planner.space import Space
@@ -41,14 +42,20 @@ def main(arguments: Sequence[str]) -> int:
         space = Space(codecs=codec_pairs(options.codecs))
         workload = workload_of(options, cluster.world_size)
         chosen = plan(workload, cluster, space)
+        flipped = tuple(flips(chosen))
         upgraded = upgrades(workload, cluster, space) if options.what_if else ()
     except MiCSError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(chosen.to_json() | {"what_if": [_upgrade_json(p, chosen) for p in upgraded]}, indent=2))
+        print(
+            json.dumps(
+                chosen.to_json() | {"flips": flipped, "what_if": [_upgrade_json(p, chosen) for p in upgraded]}, indent=2
+            )
+        )
     else:
-        print_report([*chosen.sections(), *_what_if(upgraded, chosen)], sys.stdout)
+        notes = [Section(lines=flipped)] if flipped else []
+        print_report([*chosen.sections(), *notes, *_what_if(upgraded, chosen)], sys.stdout)
     return 0
 
 

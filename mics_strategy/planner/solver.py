@@ -5,8 +5,7 @@ point has a lower bound of its time: the device must compute, and each link must
 the order of their bounds, points are simulated until the next bound is no faster than the fastest step so far, or until
 enough have been. The answer states by how much a point that was left out could still be faster.
 
-Times that differ by less than `EQUAL` count as equal. Of equal points, that which sends least between
-nodes is chosen, and of those with about as much, that with the fewest mesh axes.
+Times that differ by less than `EQUAL` count as equal; `TieOrder` has what decides between equal points.
 
 Deterministic: equal points are taken in the order of the space.
 
@@ -33,7 +32,7 @@ from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
-from mics_strategy.planner.space import EQUAL, Space, complexity, preset_of, scoped_configs, topology_of
+from mics_strategy.planner.space import EQUAL, Space, TieOrder, complexity, preset_of, scoped_configs, topology_of
 from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
@@ -203,19 +202,21 @@ class _Search:
             and point.memory.total_bytes <= limit_bytes
             and point.step_s <= _seconds(best) * (1 + EQUAL)
         ]
-        return min(equal, key=lambda p: (_traffic(p.job), complexity(p.job.scopes), p.memory.total_bytes))
+        return min(equal, key=tie_order)
 
 
-def _traffic(job: Job) -> int:
-    """Bytes that a rank sends between nodes in a step, to the nearest power of two: less decides nothing.
+def tie_order(point: Point) -> TieOrder:
+    """The place of a point among equally fast ones."""
+    job, steps = point.job, min(point.job.num_micro_steps, _PLANNED_STEPS)
+    sent_bytes = _inter_node_bytes(job, steps)
+    if job.num_micro_steps > steps:  # a micro-step in the middle is like any other
+        sent_bytes += (job.num_micro_steps - steps) * (sent_bytes - _inter_node_bytes(job, steps - 1))
+    return TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes)
 
-    Links between nodes are shared with others, and times on them are predicted worst.
-    """
+
+def _inter_node_bytes(job: Job, num_micro_steps: int) -> int:
     inside = {axis.name for axis in job.scopes.axes if axis.is_inside_node}
-    steps = min(job.num_micro_steps, _PLANNED_STEPS)
-    collectives = job.plan(steps).collectives
-    sent_bytes = sum(planned.sent_bytes for planned in collectives if planned.axis not in inside)
-    return round(math.log2(1 + sent_bytes))
+    return sum(planned.sent_bytes for planned in job.plan(num_micro_steps).collectives if planned.axis not in inside)
 
 
 def _seconds(point: Point) -> float:

@@ -12,6 +12,7 @@ Source:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -103,6 +104,41 @@ def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | 
 def complexity(scopes: Scopes) -> int:
     """Mesh axes, and a secondary copy, which users would rather do without."""
     return len(scopes.axes) + scopes.has_secondary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class TieOrder:
+    """What decides between points that are equally fast, the first difference first; less is better.
+
+    Attributes:
+        doublings: Logarithm of the bytes that a rank sends between nodes in a step, to the base of 2, rounded: less
+            decides nothing. Links between nodes are shared with others, and times on them are predicted worst.
+        complexity: Mesh axes, and a secondary copy.
+        gathered: Ranks from which parameters are gathered, those of a node at least.
+        memory_bytes: Memory of a rank.
+    """
+
+    doublings: int
+    complexity: int
+    gathered: int
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, scopes: Scopes, sent_bytes: float, memory_bytes: int) -> TieOrder:
+        """The order of a point that sends so much between nodes in a step."""
+        gathered = max(scopes.params, scopes.ranks_per_node)
+        doublings = round(math.log2(1 + sent_bytes))
+        return cls(doublings=doublings, complexity=complexity(scopes), gathered=gathered, memory_bytes=memory_bytes)
+
+    def reason_against(self, chosen: TieOrder) -> str:
+        """Why an equally fast point that is behind the chosen one in this order was not chosen."""
+        if self.doublings > chosen.doublings:
+            return f"as fast, but sends about {2 ** (self.doublings - chosen.doublings)} times as much between nodes"
+        if self.complexity > chosen.complexity:
+            return "as fast, but its ranks form more kinds of groups"
+        if self.gathered > chosen.gathered:
+            return f"as fast, but gathers parameters from {self.gathered} ranks instead of {chosen.gathered}"
+        return f"as fast, but needs {(self.memory_bytes - chosen.memory_bytes) / 1e9:.2g} GB more"
 
 
 def preset_of(scopes: Scopes) -> str | None:

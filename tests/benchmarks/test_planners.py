@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.row import PublishedRow
+from benchmarks.papers.row import PublishedRow, read_rows
 from benchmarks.papers.testbed import NotPredictable
+from benchmarks.papers.validate import validate
 from benchmarks.planners.__main__ import main, public_rows, score_rows
+from benchmarks.planners.certainty import errors_by_waiting, errors_of_pairs, within
 from benchmarks.planners.run import predict_run, read_run
-from benchmarks.planners.scores import Score, ScoredRow, order_kept
+from benchmarks.planners.scores import FITTED_SOURCE, Score, ScoredRow, order_kept
+from mics_strategy.planner.certainty import CERTAINTIES
 
 TITAN: Mapping[str, str] = {
     "id": "a",
@@ -139,6 +142,30 @@ def test_the_frozen_half_is_predicted_as_well_as_before(frozen: list[ScoredRow])
     assert abs(score.worst) <= 0.47
     kept, pairs = order_kept(frozen)
     assert kept >= 0.95 * pairs
+
+
+@pytest.mark.slow
+def test_the_stated_certainty_is_that_of_the_rows() -> None:
+    papers = validate(read_rows(Path(__file__).parents[2] / "docs" / "papers" / "results.csv"))
+    by_kind = errors_by_waiting(score_rows(public_rows()), papers)
+    for kind, errors in zip(CERTAINTIES, by_kind, strict=True):
+        assert kind.runs == len(errors)
+        assert kind.half == pytest.approx(within(errors, 0.5), abs=0.006)
+        assert kind.most == pytest.approx(within(errors, 0.8), abs=0.03)
+
+
+def test_rows_are_sorted_by_the_share_that_waits() -> None:
+    def scored(waiting: float, predicted: float, source: str = "others") -> ScoredRow:
+        return ScoredRow(row=row(value="100", source=source), predicted=predicted, waiting=waiting)
+
+    runs = [scored(0.1, 130), scored(0.1, 90), scored(0.3, 80), scored(0.9, 300), scored(0.1, 101, FITTED_SOURCE)]
+    assert errors_by_waiting(runs, []) == [
+        pytest.approx([0.1, 0.3]),
+        pytest.approx([0.2]),
+        pytest.approx([2.0]),
+    ]
+    assert within([0.1, 0.2, 0.3, 0.4, 0.5], 0.8) == 0.4
+    assert errors_of_pairs(runs[:2]) == pytest.approx([130 / 90 - 1])
 
 
 def test_pure_data_parallelism_is_never_refused_nor_called_too_large(frozen: list[ScoredRow]) -> None:

@@ -13,11 +13,13 @@ import pytest
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner import solver
 from mics_strategy.planner.catalog import describe_model
+from mics_strategy.planner.certainty import CERTAINTIES, certainty
 from mics_strategy.planner.choice import plan, reasons, simulate
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import Cluster, Link
+from mics_strategy.planner.flips import flips
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import Point, solve
-from mics_strategy.planner.space import Space
+from mics_strategy.planner.space import Space, TieOrder
 from mics_strategy.planner.upgrades import upgrades
 from mics_strategy.planner.workload import Workload
 from tests.planner.jobs import tiny_cluster, workload
@@ -60,6 +62,58 @@ def test_of_equal_points_that_with_least_traffic_between_nodes_is_chosen() -> No
     assert chosen.step_s is not None
     assert zero3.step_s < chosen.step_s * (1 + EQUAL)
     assert chosen.job.scopes.params == 8
+
+
+def test_the_reason_against_an_equal_point_is_what_decided() -> None:
+    chosen = TieOrder(doublings=30, complexity=2, gathered=8, memory_bytes=10**10)
+    reasons_of = {
+        TieOrder(doublings=33, complexity=1, gathered=8, memory_bytes=1): "sends about 8 times as much between nodes",
+        TieOrder(doublings=30, complexity=3, gathered=8, memory_bytes=1): "more kinds of groups",
+        TieOrder(doublings=30, complexity=2, gathered=16, memory_bytes=1): "from 16 ranks instead of 8",
+        TieOrder(doublings=30, complexity=2, gathered=8, memory_bytes=3 * 10**10): "needs 20 GB more",
+    }
+    for order, reason in reasons_of.items():
+        assert order > chosen
+        assert reason in order.reason_against(chosen)
+
+
+def test_traffic_of_all_micro_steps_decides_between_equal_points() -> None:
+    """Whole parameters and ZeRO-3: the second gathers in each micro-step, and sends more the smaller they are."""
+    solution = solve(workload(global_batch=64, **FREE), tiny_cluster(), Space())
+    sharded = [p for p in solution.fitting if scopes_of(p) == (4, 4, 4) and not p.job.recompute]
+    by_batch = {p.job.micro_batch: solver.tie_order(p).doublings for p in sharded if not p.job.scopes.has_secondary}
+    assert by_batch[1] == by_batch[2] + 1 == by_batch[4] + 2
+
+
+def test_points_as_fast_as_predictions_are_sure_are_marked() -> None:
+    choice = plan(workload(**FREE), tiny_cluster())
+    interval = choice.step.certainty.interval
+    rows = choice.to_json()["rejected"]
+    assert {row["is_within"] for row in rows} == {True, False}
+    for row in rows:
+        is_near = row["step_s"] is not None and row["step_s"] <= choice.step.step_s * (1 + interval)
+        assert row["is_within"] == is_near
+    assert f"uncertain by {interval:.0%}" in choice.table()
+    chosen, second = choice.solution.frontier
+    assert f"no   {chosen.step_s:.4g}" in choice.table()
+    assert f"no  ~{second.step_s:.4g}" in choice.table()
+
+
+@pytest.mark.parametrize(("waiting", "index"), [(0.0, 0), (0.19, 0), (0.2, 1), (0.39, 1), (0.4, 2), (1.0, 2)])
+def test_steps_that_wait_longer_are_less_certain(waiting: float, index: int) -> None:
+    assert certainty(waiting) is CERTAINTIES[index]
+    assert [kind.half for kind in CERTAINTIES] == sorted(kind.half for kind in CERTAINTIES)
+    assert "took over 3 times as long" in CERTAINTIES[-1].text()
+
+
+def test_a_choice_that_another_latency_turns_says_so() -> None:
+    slow = tiny_cluster(nodes=4)
+    choice = plan(workload(**FREE), slow)
+    (text,) = flips(choice)
+    assert "With 2 times the latency (20 us between nodes), 4/4/8 with micro-batches of" in text
+    assert scopes_of(choice.solution.frontier[0]) == (1, 2, 8)
+    patient = dataclasses.replace(slow, inter_node=Link(bytes_per_s=1e8, latency_s=1e-4, source="a test"))
+    assert [*flips(plan(workload(**FREE), patient))] == []
 
 
 def test_no_step_is_faster_than_its_bound() -> None:
