@@ -122,8 +122,9 @@ def choose(config: ShardConfig, job: AutoJob) -> AutoChoice:
 def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoice:
     """Choose the scopes whose collectives take the shortest time of those that fit.
 
-    Times within 1 % count as equal; of equal scopes, those with the fewest mesh axes are chosen, then the smallest. If
-    no scopes leave enough memory for activations, the smallest are chosen.
+    Times within 1 % count as equal; of equal scopes, those with the fewest mesh axes are chosen, then those with the
+    least memory, where 1 % of a rank's counts as equal. If no scopes leave enough memory for activations, the smallest
+    are chosen.
 
     Args:
         config: Configuration with ``"auto"`` scopes; its other fields apply.
@@ -143,7 +144,7 @@ def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoi
     if fitting:
         least_s = min(candidate.seconds for candidate in fitting)
         equal = [candidate for candidate in fitting if candidate.seconds <= (1 + EQUAL) * least_s]
-        chosen = min(equal, key=lambda c: (complexity(c.scopes), c.memory.total_bytes, c.seconds))
+        chosen = _plainest(equal, job.memory_bytes)
     else:
         _check_states(candidates, job)
         chosen = min(candidates, key=lambda candidate: candidate.memory.total_bytes)
@@ -156,6 +157,22 @@ def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoi
         **_without_hints(config),
     )
     return AutoChoice(config=resolved, reasons=_explain(chosen, candidates, config, job, links))
+
+
+def _plainest(equal: Sequence[Candidate], memory_bytes: int) -> Candidate:
+    """The candidate of equally fast ones with the fewest mesh axes, then with little memory, then the fastest.
+
+    Memory that differs by less than `EQUAL` of a rank's decides nothing: sharding the few gradients of adapters saves
+    less, and sends them in every micro-step.
+
+    Source:
+        Principle 3 of PaRO (arXiv:2310.06003): few trained parameters are better not sharded.
+    """
+    fewest = min(complexity(candidate.scopes) for candidate in equal)
+    simple = [candidate for candidate in equal if complexity(candidate.scopes) == fewest]
+    least_bytes = min(candidate.memory.total_bytes for candidate in simple)
+    small = [c for c in simple if c.memory.total_bytes <= least_bytes + EQUAL * memory_bytes]
+    return min(small, key=lambda c: (c.seconds, c.memory.total_bytes))
 
 
 def price(config: ShardConfig, job: AutoJob, links: Cluster) -> list[Candidate]:
@@ -379,4 +396,7 @@ def _reason_against(candidate: Candidate, chosen: Candidate, limit_bytes: int) -
         return f"{over_bytes / 1e9:.2g} GB too large"
     if candidate.seconds > (1 + EQUAL) * chosen.seconds:
         return f"{candidate.seconds / chosen.seconds:.2f} times as long" if chosen.seconds else "longer"
-    return "as fast, with more mesh axes or more memory"
+    if complexity(candidate.scopes) > complexity(chosen.scopes):
+        return "as fast, but its ranks form more kinds of groups"
+    more_bytes = candidate.memory.total_bytes - chosen.memory.total_bytes
+    return f"as fast, but needs {more_bytes / 1e9:.2g} GB more" if more_bytes > 0 else "as fast, but sends more"

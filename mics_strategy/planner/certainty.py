@@ -34,12 +34,12 @@ class Certainty:
         """The errors as a sentence."""
         if self.waiting_below < 1:
             return (
-                f"uncertain by {self.most:.0%}: 8 in 10 of {self.runs} public runs that wait below "
+                f"uncertain by {self.most:.0%}: 8 in 10 of {self.runs} public runs that wait less than "
                 f"{self.waiting_below:.0%} of a step were predicted as closely"
             )
         return (
-            f"uncertain by {self.half:.0%} or more: half of {self.runs} public runs that wait as long were predicted as "
-            f"closely, and 2 in 10 took over {1 + self.most:.0f} times as long"
+            f"uncertain by {self.half:.0%} or more: half of {self.runs} public runs that wait as long were predicted "
+            f"as closely, and 2 in 10 took over {1 + self.most:.0f} times as long"
         )
 
 

@@ -324,6 +324,8 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
     device = job.cluster.device
     if device.sustained_efficiency < 1:
         yield f"kernels at {device.sustained_efficiency:.0%} of their best speed: {device.sustained_source}"
+    if job.cluster.assumed:
+        yield f"assumed as in the catalog, as the cluster's file does not state it: {', '.join(job.cluster.assumed)}"
     sent = ", ".join(f"{axis} {num_bytes / 1e9:.3g} GB" for axis, num_bytes in step.sent_bytes.items())
     yield f"sent by one rank: {sent or 'nothing'}"
     kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])

@@ -7,12 +7,12 @@ the same fields, as TOML, JSON or YAML:
 name: my-cluster
 nodes: 16
 ranks_per_node: 8
-device: {name: a100, memory: 39.4 GiB, memory_bandwidth: 1555 GB/s, peak: 312 TFLOP/s, matmul_efficiency: 0.87}
-intra_node: {bandwidth: 300 GB/s, efficiency: 0.85, latency: 3.4 us, source: datasheet}
-inter_node: {node_bandwidth: 400 Gb/s, efficiency: 0.88, latency: 14 us, source: datasheet}
+device: {name: a100, memory: 39.4 GiB, memory_bandwidth: 1555 GB/s, peak: 312 TFLOP/s}
+intra_node: {bandwidth: 300 GB/s, latency: 3.4 us, source: datasheet}
+inter_node: {node_bandwidth: 400 Gb/s, latency: 14 us, source: datasheet}
 ```
 
-A device may also be the name of one in the catalog, and `like` takes over the fields of a preset.
+docs/planner.md has every field.
 """
 
 from __future__ import annotations
@@ -42,20 +42,25 @@ from mics_strategy.planner.measured import (
 )
 from mics_strategy.planner.quantities import LARGEST, Quantity, parse_quantity
 
-_DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
-_SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source", "attention_share")  # optional
+_DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak")
+_OPTIONAL_DEVICE_FIELDS = ("matmul_efficiency", "sustained_efficiency", "sustained_source", "attention_share")
 _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
     *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
     *("measured_stages", "measured_overlaps", "measured_codecs", "calibration"),
 )
+FILE_FIELDS = ("like", *_CLUSTER_FIELDS, *_DEVICE_FIELDS, *_OPTIONAL_DEVICE_FIELDS, *_LINK_FIELDS)
 # Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
 # is read; in addition, the parameter is written in the dtype in which it is used.
 _ADAM_BYTES = 28
 # Share of its memory's speed at which a training's kernels that are no matrix products run. Fitted together with the
 # width in `simulator`, on the half of the public runs that docs/planner-leaderboard.md names.
 MEMORY_SHARE = 0.71
+# What a file of one's own that was not calibrated is given where it states none: the median of the catalog's devices
+# (a test computes them), and what MiCS (arXiv:2205.00119), section 3.2, measured of links.
+TYPICAL_DEVICE = {"matmul_efficiency": 0.74, "sustained_efficiency": 0.93, "attention_share": 0.75}
+_TYPICAL_LINKS = {"intra_node": 0.853, "inter_node": 0.88, "inter_switch": 0.88}
 _BACKENDS = ("nccl", "gloo")
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
@@ -154,6 +159,7 @@ class Cluster:
         measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
         measured_codecs: Measured speeds of codecs, which count instead of that of the device's memory.
         origin: Origin of the measurements; None where the cluster was not calibrated.
+        assumed: Efficiencies that the file does not state, as text; those of the catalog count.
     """
 
     name: str
@@ -171,6 +177,7 @@ class Cluster:
     measured_overlaps: tuple[MeasuredOverlap, ...] = ()
     measured_codecs: tuple[MeasuredCodec, ...] = ()
     origin: CalibrationOrigin | None = None
+    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "num_nodes"):
@@ -223,7 +230,7 @@ class Cluster:
     def load(cls, path: str | Path) -> Cluster:
         """A cluster from a TOML, JSON or YAML file.
 
-        The module's docstring shows the fields.
+        docs/planner.md has all fields.
 
         Raises:
             ConfigError: The file does not exist, is not of these formats, or states a field wrongly.
@@ -248,13 +255,15 @@ class Cluster:
         _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", "intra_node", "inter_node"), where)
         ranks = fields["ranks_per_node"]
         _check_count("ranks_per_node", ranks, where)
+        fields, assumed = (fields, []) if "calibration" in fields else _with_typical_shares(fields)
         links = {
             name: _link(fields[name], ranks, f"{name} of {where}")
-            for name in ("intra_node", "inter_node", "inter_switch")
+            for name in _TYPICAL_LINKS
             if fields.get(name) is not None
         }
         return cls(
             name=str(fields["name"]),
+            assumed=tuple(assumed),
             device=_device(fields["device"], where),
             ranks_per_node=ranks,
             num_nodes=fields.get("nodes", 1),
@@ -360,13 +369,30 @@ def _check_fields(fields: Mapping[str, Any], known: tuple[str, ...], required: t
         raise ConfigError(f"`{missing[0]}` of {where} is missing. State it; required are {', '.join(required)}.")
 
 
+def _with_typical_shares(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields with the efficiencies that they lack, and these as text."""
+    filled, assumed = dict(fields), []
+    device = fields["device"]
+    if isinstance(device, Mapping):
+        missing = {name: share for name, share in TYPICAL_DEVICE.items() if name not in device}
+        assumed += [f"{name} {share}" for name, share in missing.items()]
+        source = {"sustained_source": "assumed, as for most devices"} if "sustained_efficiency" in missing else {}
+        filled["device"] = {**source, **device, **missing}
+    for name, share in _TYPICAL_LINKS.items():
+        link = fields.get(name)
+        if isinstance(link, Mapping) and "efficiency" not in link:
+            filled[name] = {**link, "efficiency": share}
+            assumed.append(f"efficiency {share} of {name}")
+    return filled, assumed
+
+
 def _device(value: Any, where: str) -> Device:
     if isinstance(value, str):
         value = {"name": value, **look_up(read_table("clusters.toml")["device"], value, "device")}
     where = f"the device of {where}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{value!r} is not {where}. Use the name of a device, or its fields.")
-    _check_fields(value, (*_DEVICE_FIELDS, *_SUSTAINED_FIELDS), _DEVICE_FIELDS, where)
+    _check_fields(value, (*_DEVICE_FIELDS, *_OPTIONAL_DEVICE_FIELDS), _DEVICE_FIELDS, where)
     sustained = _share(value.get("sustained_efficiency", 1.0), f"`sustained_efficiency` of {where}")
     return Device(
         name=str(value["name"]),
@@ -375,7 +401,7 @@ def _device(value: Any, where: str) -> Device:
             value["memory_bandwidth"], Quantity.BYTES_PER_S, f"`memory_bandwidth` of {where}"
         ),
         peak_flop_per_s=parse_quantity(value["peak"], Quantity.FLOP_PER_S, f"`peak` of {where}"),
-        matmul_efficiency=_share(value["matmul_efficiency"], f"`matmul_efficiency` of {where}"),
+        matmul_efficiency=_share(value.get("matmul_efficiency", 1.0), f"`matmul_efficiency` of {where}"),
         sustained_efficiency=sustained,
         sustained_source=str(value.get("sustained_source", "stated" if sustained < 1 else "")),
         attention_share=_share(value.get("attention_share", 1.0), f"`attention_share` of {where}"),

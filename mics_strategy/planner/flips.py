@@ -38,12 +38,16 @@ def flips(choice: Choice) -> Iterator[str]:
         chosen_s, *others = (_seconds(point, changed) for point in (chosen, *contenders))
         best_s, index = min((seconds, index) for index, seconds in enumerate(others))
         if best_s * (1 + EQUAL) < chosen_s:
-            job = contenders[index].job
             yield (
                 f"With {factor:g} times the latency ({changed.inter_node.latency_s * 1e6:.3g} us between nodes), "
-                f"{job.scopes.params}/{job.scopes.grads}/{job.scopes.optimizer} with micro-batches of {job.micro_batch} "
-                f"would be {1 - best_s / chosen_s:.1%} faster than this choice. Measure it with `mics calibrate`."
+                f"{_name(contenders[index])} would be {1 - best_s / chosen_s:.1%} faster than this choice. Measure it "
+                "with `mics calibrate`."
             )
+
+
+def _name(point: Point) -> str:
+    scopes = point.job.scopes
+    return f"{scopes.params}/{scopes.grads}/{scopes.optimizer} with micro-batches of {point.job.micro_batch}"
 
 
 def _contenders(choice: Choice) -> list[Point]:

@@ -23,6 +23,7 @@ from mics_strategy.planner.model_sources import ModelSource
 from mics_strategy.planner.workload import DTYPES, Workload
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change
 _RECOMPUTE: dict[str, bool | str] = {"yes": True, "no": False, "auto": "auto"}
 
@@ -37,7 +38,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--global-batch-tokens",
         default=None,
-        help="the same in tokens; one with k, M or G is rounded to samples that the ranks divide",
+        help="the same in tokens; 512k is 524,288 where the ranks divide it, or else rounded to what they divide",
     )
     parser.add_argument("--micro-batch", default="auto", help="samples of one forward on a rank; default: auto")
     parser.add_argument("--recompute", default="auto", help="recompute layers: yes, no or auto; default: auto")
@@ -125,7 +126,8 @@ def workload_of(options: Namespace, world_size: int) -> Workload:
 def _samples(text: str, model: ModelDescription, world_size: int) -> int:
     """Samples of a step from its tokens.
 
-    A number with a prefix counts as rounded: the nearest multiple of the ranks is taken.
+    A prefix is binary where the ranks can then share the tokens exactly, so that 512k is 524,288. Another number with a
+    prefix counts as rounded: the nearest multiple of the ranks is taken.
     """
     tokens, per_sample = count("--global-batch-tokens", text), model.tokens_per_sample
     if per_sample == 1:
@@ -134,6 +136,10 @@ def _samples(text: str, model: ModelDescription, world_size: int) -> int:
             "`--global-batch` with their number."
         )
     share = world_size * per_sample
+    prefix = text[-1].lower() if text[-1].isalpha() else ""
+    binary = round(tokens / _FACTORS[prefix] * _BINARY[prefix])
+    if binary % share == 0:
+        return binary // per_sample
     nearest_tokens = max(1, round(tokens / share)) * share
     if nearest_tokens == tokens or (not text.isdigit() and abs(nearest_tokens - tokens) <= _ROUNDED_BY * tokens):
         return nearest_tokens // per_sample

@@ -27,7 +27,7 @@ from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.memory import MicroBatch, activation_bytes, rank_memory
-from mics_strategy.planner.model import ModelDescription
+from mics_strategy.planner.model import ModelDescription, ParameterShape
 from mics_strategy.planner.role_times import RoleTimes
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import solve
@@ -134,6 +134,32 @@ def test_the_fastest_that_fits_is_chosen_and_the_simplest_of_equals() -> None:
         assert found.seconds <= least_s * (1 + EQUAL)
         equal = [c for c in fitting if c.seconds <= least_s * (1 + EQUAL)]
         assert len(found.scopes.axes) == min(len(c.scopes.axes) + c.scopes.has_secondary for c in equal)
+
+
+@pytest.mark.parametrize("memory", [12e9, 24e9, 80e9])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_few_gradients_of_adapters_are_not_sharded(nodes: int, memory: float) -> None:
+    """They are small, and would be sent in every micro-step: principle 3 of PaRO."""
+    described = describe_model("llama-7b", 512)
+    adapters = ParameterShape(name="lora", shape=(1_000, 320))
+    units = tuple(
+        dataclasses.replace(
+            unit,
+            parameters=(
+                *(dataclasses.replace(p, is_trained=False, dtype=torch.bfloat16) for p in unit.parameters),
+                *((adapters,) if unit.is_layer else ()),
+            ),
+        )
+        for unit in described.units
+    )
+    of_job = AutoJob(
+        model=dataclasses.replace(described, units=units),
+        topology=Topology(ranks_per_node=8),
+        world_size=8 * nodes,
+        memory_bytes=round(memory),
+    )
+    config = AUTO.replace(param_dtype="bfloat16")
+    assert choose_scopes(config, of_job, job_cluster(config, of_job)).config.grads == 1
 
 
 def is_of(candidate: Candidate, config: ShardConfig) -> bool:

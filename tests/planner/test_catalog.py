@@ -1,18 +1,21 @@
 """Named models and clusters, and clusters in files."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mics_strategy import ConfigError
-from mics_strategy.planner.catalog import describe_model, model_names, model_shape
-from mics_strategy.planner.cluster import MEMORY_SHARE, Cluster
+from mics_strategy import ConfigError, ShardConfig
+from mics_strategy.planner.catalog import describe_model, model_names, model_shape, read_table
+from mics_strategy.planner.choice import simulate, step_lines
+from mics_strategy.planner.cluster import MEMORY_SHARE, TYPICAL_DEVICE, Cluster
 from mics_strategy.planner.flops import megatron_model_flop, megatron_recomputed_flop
 from mics_strategy.planner.model_formulas import TransformerShape
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.planner.workload import Workload
 
 BILLIONS = {  # parameters, by the standard counts of the published shapes
     "bert-10b": 10.08,
@@ -116,7 +119,7 @@ def test_a_file_states_units(tmp_path: Path) -> None:
     assert (cluster.name, cluster.world_size, cluster.slowest_node_factor) == ("lab", 12, 1.25)
     assert (cluster.device.memory_bytes, cluster.device.memory_bytes_per_s) == (10 * 2**30, 1e12)
     assert (cluster.inter_node.bytes_per_s, cluster.inter_node.latency_s) == (pytest.approx(2.5e9), 2e-5)
-    assert cluster.device.sustained_flop_per_s == 50e12
+    assert cluster.device.sustained_flop_per_s == pytest.approx(50e12 * 0.93)
     path.write_text(json.dumps({**FIELDS, "device": {**FIELDS["device"], "sustained_efficiency": 0.8}}))
     device = Cluster.load(path).device
     assert device.sustained_flop_per_s == pytest.approx(40e12)
@@ -128,7 +131,28 @@ def test_a_file_changes_a_preset(tmp_path: Path) -> None:
     path.write_text(YAML)
     cluster, preset = Cluster.load(path), Cluster.preset("p4d.24xlarge", nodes=4)
     assert (cluster.device, cluster.intra_node, cluster.num_nodes) == (preset.device, preset.intra_node, 4)
-    assert cluster.inter_node.bytes_per_s == pytest.approx(12.5e9 / 8)
+    assert cluster.inter_node.bytes_per_s == pytest.approx(12.5e9 / 8 * 0.88)
+    assert cluster.assumed == ("efficiency 0.88 of inter_node",)
+
+
+def test_a_file_without_efficiencies_has_those_of_the_catalog() -> None:
+    devices = read_table("clusters.toml")["device"].values()
+    for name, share in TYPICAL_DEVICE.items():
+        assert statistics.median(fields[name] for fields in devices) == share
+    device = {name: value for name, value in FIELDS["device"].items() if name != "matmul_efficiency"}
+    mine = Cluster.from_fields({"name": "mine", **FIELDS, "device": device})
+    typical = [mine.device.matmul_efficiency, mine.device.sustained_efficiency, mine.device.attention_share]
+    assert typical == [*TYPICAL_DEVICE.values()]
+    links = [Cluster.preset("p4d.24xlarge").intra_node, Cluster.preset("p3dn.24xlarge").inter_node]
+    assert mine.intra_node.bytes_per_s / 100e9 == links[0].bytes_per_s / 300e9
+    assert len(mine.assumed) == 4
+    training = Workload(model=describe_model("bert-1.5b", 128), global_batch=12, micro_batch=1, recompute=True)
+    step = simulate(training, mine, ShardConfig.preset("zero3"))
+    assert "does not state it: matmul_efficiency 0.74, sustained_efficiency 0.93, " in "\n".join(step_lines(step))
+    stated = {**device, **TYPICAL_DEVICE}
+    assert Cluster.from_fields({"name": "mine", **FIELDS, "device": stated}).assumed == (
+        "efficiency 0.853 of intra_node",
+    )
 
 
 @pytest.mark.parametrize(

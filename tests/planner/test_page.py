@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mics_strategy.cli import main
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import FILE_FIELDS, Cluster
 from mics_strategy.planner.model_sources import ModelSource
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
@@ -39,9 +39,17 @@ def test_the_output_is_that_of_the_command(
 
 
 def test_the_file_of_a_cluster_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    (tmp_path / "slow.yaml").write_text(text)
+    slow, mine = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "slow.yaml").write_text(slow)
     assert Cluster.load(tmp_path / "slow.yaml").slowest_node_factor == 1.1
+    (tmp_path / "mine.yaml").write_text(mine)
+    assert Cluster.load(tmp_path / "mine.yaml").world_size == 8
+
+
+def test_every_field_of_a_cluster_is_on_the_page() -> None:
+    (table,) = re.findall(r"(\| field \|.*?)\n\n(.*?)\n\n`nodes_per", PAGE, flags=re.DOTALL)
+    for name in FILE_FIELDS:
+        assert f"`{name}`" in "".join(table), name
 
 
 def test_the_factory_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.model_trace import TraceInput
+from mics_strategy.planner.plan_command import parser
+from mics_strategy.planner.plan_options import workload_of
 from mics_strategy.planner.report import print_report, print_rich, report_text
 from mics_strategy.planner.workload import Workload
 
@@ -89,6 +91,14 @@ def test_upgrades_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
         "2 times the nodes",
     ]
     assert all(upgrade["speedup"] > 0 for upgrade in answer["what_if"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples"), [("512k", 512), ("500k", 496), ("524288", 512), ("0.5M", 512), ("1M", 1024), ("520k", 512)]
+)
+def test_tokens_with_a_prefix_are_binary_where_ranks_divide_them(tokens: str, samples: int) -> None:
+    options = parser().parse_args(["--model", "llama-7b", "--seq-len", "1024", *P4D, "--global-batch-tokens", tokens])
+    assert workload_of(options, world_size=16).global_batch == samples
 
 
 def test_codecs_are_chosen_where_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:
