@@ -29,7 +29,7 @@ from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model, model_names, recipe_hint
 from mics_strategy.planner.cluster import Cluster
-from mics_strategy.planner.memory import NOT_STATES, MicroBatch, StateFormat, activation_bytes, rank_memory
+from mics_strategy.planner.memory import NOT_STATES, MicroBatch, Overheads, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.scopes import Scopes, resolve_scopes
@@ -81,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=None, help="samples of a micro-batch; adds activations")
     parser.add_argument("--seq-len", type=int, default=None, help=f"tokens of a sample; default: {_DEFAULT_TOKENS}")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of layers")
+    parser.add_argument("--communicator-memory", default="600 MB", help="of one communicator of NCCL; default: 600 MB")
     parser.add_argument("--memory", default=None, help="memory of a GPU, such as '80 GB', to compare with")
     parser.add_argument("--cluster", default=None, help="a cluster, by name or file, whose GPU's memory is compared")
 
@@ -169,6 +170,11 @@ def _memory_bytes(options: Namespace) -> int | None:
     return None if options.memory is None else round(parse_quantity(options.memory, Quantity.BYTES, "`--memory`"))
 
 
+def _overheads(options: Namespace) -> Overheads:
+    stated = options.communicator_memory
+    return Overheads(communicator_bytes=round(parse_quantity(stated, Quantity.BYTES, "`--communicator-memory`")))
+
+
 def _chosen(
     config: ShardConfig, options: Namespace, model: ModelDescription, memory_bytes: int | None, activations: int | None
 ) -> ShardConfig:
@@ -208,7 +214,8 @@ def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | Non
     activations = None if options.micro_batch is None else sum(activation_bytes(model.units, batch).values())
     config = _chosen(config, options, model, memory_bytes, activations)
     scopes = resolve_scopes(config, _topology(options), options.nodes * options.ranks_per_node)
-    rows = dict(rank_memory(model, config, scopes, batch, StateFormat(optimizer_bytes=options.state_bytes)).by_kind)
+    states, overheads = StateFormat(optimizer_bytes=options.state_bytes), _overheads(options)
+    rows = dict(rank_memory(model, config, scopes, batch, states, overheads).by_kind)
     if options.micro_batch is None:
         rows = {kind: num_bytes for kind, num_bytes in rows.items() if kind not in _ONLY_WITH_ACTIVATIONS}
     return _Estimate(title=model.name, numel=model.numel, num_units=len(model.units), scopes=scopes, rows=rows)
@@ -237,7 +244,9 @@ def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None
     )
     rows |= estimate.bytes_by_purpose
     rows["gradients of autograd"] = estimate.pending_grad_bytes
-    rows[f"communicators ({estimate.num_communicators})"] = estimate.communicator_bytes
+    rows[f"communicators ({estimate.num_communicators})"] = (
+        estimate.num_communicators * _overheads(options).communicator_bytes
+    )
     rows["optimizer states"] = estimate.num_trained * options.state_bytes
     return _Estimate(
         title=type(model).__name__, numel=numel, num_units=estimate.num_units, scopes=estimate.scopes, rows=rows

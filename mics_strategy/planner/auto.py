@@ -24,7 +24,7 @@ from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
-from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.memory import MicroBatch, Overheads, RankMemory, rank_memory
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.space import (
@@ -185,9 +185,10 @@ def price(config: ShardConfig, job: AutoJob, links: Cluster) -> list[Candidate]:
     codecs = ((config.codec_of("weight_codec") or "none", config.codec_of("grad_codec") or "none"),)
     space = Space(codecs=codecs, has_secondary=config.secondary_params == "auto", base=base)
     times, candidates = RoleTimes(links), []
+    overheads = Overheads.of(job.backend, links.communicator_bytes)
     update_s = links.device.adam_seconds(job.trained_numel, config.param_dtype_of(_MASTER_DTYPE).itemsize)
     for scoped in scoped_configs(space, links):
-        memory = rank_memory(job.model, scoped.config, scoped.scopes, MicroBatch(), backend=job.backend)
+        memory = rank_memory(job.model, scoped.config, scoped.scopes, MicroBatch(), overheads=overheads)
         comm_s = comm_seconds(scoped, job, num_micro_steps=_micro_steps(config), times=times)
         seconds = comm_s + update_s / scoped.scopes.optimizer
         candidates.append(Candidate(scoped=scoped, memory=memory, seconds=seconds))
@@ -247,7 +248,7 @@ def choose_partition(config: ShardConfig, job: AutoJob) -> AutoChoice:
             scopes = resolve_scopes(sized, job.topology, job.world_size)
         except ConfigError:  # not a size of this configuration: here, scopes that do not nest, or an idle codec
             continue
-        memory = rank_memory(job.model, sized, scopes, MicroBatch(), backend=job.backend)
+        memory = rank_memory(job.model, sized, scopes, MicroBatch(), overheads=Overheads.of(job.backend))
         candidates.append(Candidate(scoped=ScopedConfig(config=sized, scopes=scopes), memory=memory, seconds=0.0))
         if memory.total_bytes <= limit_bytes:
             break

@@ -1,10 +1,13 @@
-"""Published models by name, and the reading of the package's tables.
+"""Published models by name, and the reading of the package's tables and of files with clusters.
 
 The numbers are in `models.toml`, with their sources.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -17,6 +20,7 @@ from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.resnet_formulas import IMAGE_SIZE, ResnetShape, describe_resnet
 
 Shape = TransformerShape | ResnetShape
+FILE_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
 def model_names() -> tuple[str, ...]:
@@ -65,6 +69,37 @@ def describe_model(name: str, tokens: int, dtype_bytes: int = 2) -> ModelDescrip
 def read_table(file_name: str) -> dict[str, Any]:
     """A table of the package, from its TOML file."""
     return tomllib.loads(resources.files(__package__).joinpath(file_name).read_text())
+
+
+def read_file(path: Path) -> Any:
+    """What a TOML, JSON or YAML file holds.
+
+    Raises:
+        ConfigError: The file does not exist, or is not of these formats.
+    """
+    if not path.is_file():
+        raise ConfigError(f"`{path}` is no file with a cluster. Give the path of a TOML, JSON or YAML file.")
+    try:
+        text = path.read_text()
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix == ".json":
+            return json.loads(text)
+        if path.suffix not in FILE_SUFFIXES:
+            raise ConfigError(f"`{path}` is not .toml, .json, .yaml or .yml. Rename it after its format.")
+        if importlib.util.find_spec("yaml") is None:
+            raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")
+        yaml: Any = importlib.import_module("yaml")
+        try:
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+                raise ConfigError(f"`{path}` has an alias (`*name`). Write the fields in its place, or use `like`.")
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"`{path}` is not valid YAML: {error}. Correct the file.") from error
+    except (OSError, ValueError, RecursionError) as error:  # of the decoders, and this module's own
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"`{path}` is not valid {path.suffix[1:].upper()}: {error}. Correct the file.") from error
 
 
 def look_up(table: Mapping[str, Mapping[str, Any]], name: str, noun: str) -> dict[str, Any]:

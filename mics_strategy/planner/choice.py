@@ -20,7 +20,7 @@ from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, solve, tie_order
-from mics_strategy.planner.space import EQUAL, Space, preset_of, scopes_of
+from mics_strategy.planner.space import EQUAL, Space, overheads_of, preset_of, scopes_of
 from mics_strategy.planner.workload import Workload
 from mics_strategy.timeline import Timeline
 
@@ -140,25 +140,28 @@ def _simulated(job: Job) -> SimulatedStep:
         job=job,
         step_s=played.seconds,
         compute_s=compute_seconds(job),
-        memory=rank_memory(job.workload.model, job.config, job.scopes, batch, job.workload.states, job.cluster.backend),
+        memory=rank_memory(
+            job.workload.model, job.config, job.scopes, batch, job.workload.states, overheads_of(job.cluster)
+        ),
         sent_bytes=sent_bytes,
         played=played,
     )
 
 
-def plan(workload: Workload, cluster: Cluster, space: Space | None = None) -> Choice:
+def plan(workload: Workload, cluster: Cluster, space: Space | None = None, *, is_brief: bool = False) -> Choice:
     """Choose the fastest configuration that fits into the memory of a cluster.
 
     Args:
         workload: Training, with the choices that are left to the planner.
         cluster: Cluster.
         space: Configurations to choose from; by default every scope, without codecs.
+        is_brief: Whether to simulate the few most promising configurations alone.
 
     Raises:
         ConfigError: The ranks do not divide the batch.
         NoFeasiblePlan: Nothing fits; the error says by how much, and what would make it fit.
     """
-    solution = solve(workload, cluster, Space() if space is None else space)
+    solution = solve(workload, cluster, Space() if space is None else space, is_brief=is_brief)
     return Choice(step=_simulated(solution.frontier[0].job), solution=solution)
 
 
@@ -253,7 +256,9 @@ def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
         else:
             yield point, f"{point.step_s / best_s - 1:.1%} slower"
     for point in choice.solution.too_large:
-        yield point, f"{(point.memory.total_bytes - limit_bytes) / 1e9:.1f} GB too large"
+        over_bytes = point.memory.total_bytes - limit_bytes
+        alone = ", by its communicators alone" if over_bytes <= point.memory.by_kind["communicators"] else ""
+        yield point, f"{over_bytes / 1e9:.1f} GB too large{alone}"
 
 
 def _by(point: Point) -> str:
@@ -265,14 +270,14 @@ def _sections(choice: Choice) -> Iterator[Section]:
     yield Section(lines=tuple(step_lines(choice.step)))
     header = ("P/G/OS", "secondary", "codecs", "micro-batch", "recompute", "step s", "GB")
     counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
+    is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
+    interval = f"{choice.step.certainty.interval:.0%}"
+    legend = [f"~: within {interval} of the choice, so that it may be the faster one."] if is_any_near else []
     yield Section(
         title="Fastest step by memory",
         rows=(header, *(_point_row(point, choice.step) for point in solution.frontier)),
         num_left=3,
-        lines=(
-            f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.",
-            f"~: within {choice.step.certainty.interval:.0%} of the choice, so that it may be the faster one.",
-        ),
+        lines=(f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.", *legend),
     )
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
     rows = [

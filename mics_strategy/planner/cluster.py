@@ -18,18 +18,15 @@ docs/planner.md has every field.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.errors import ConfigError, nearest
-from mics_strategy.planner.catalog import look_up, read_table
+from mics_strategy.planner.catalog import FILE_SUFFIXES, look_up, read_file, read_table
 from mics_strategy.planner.measured import (
     CalibrationOrigin,
     MeasuredCodec,
@@ -47,7 +44,7 @@ _OPTIONAL_DEVICE_FIELDS = ("matmul_efficiency", "sustained_efficiency", "sustain
 _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
-    *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
+    *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend", "communicator_memory"),
     *("measured_stages", "measured_overlaps", "measured_codecs", "calibration"),
 )
 FILE_FIELDS = ("like", *_CLUSTER_FIELDS, *_DEVICE_FIELDS, *_OPTIONAL_DEVICE_FIELDS, *_LINK_FIELDS)
@@ -62,7 +59,6 @@ MEMORY_SHARE = 0.71
 TYPICAL_DEVICE = {"matmul_efficiency": 0.74, "sustained_efficiency": 0.93, "attention_share": 0.75}
 _TYPICAL_LINKS = {"intra_node": 0.853, "inter_node": 0.88, "inter_switch": 0.88}
 _BACKENDS = ("nccl", "gloo")
-_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +155,7 @@ class Cluster:
         measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
         measured_codecs: Measured speeds of codecs, which count instead of that of the device's memory.
         origin: Origin of the measurements; None where the cluster was not calibrated.
+        communicator_bytes: Bytes of the memory of one communicator of NCCL.
         assumed: Efficiencies that the file does not state, as text; those of the catalog count.
     """
 
@@ -177,6 +174,7 @@ class Cluster:
     measured_overlaps: tuple[MeasuredOverlap, ...] = ()
     measured_codecs: tuple[MeasuredCodec, ...] = ()
     origin: CalibrationOrigin | None = None
+    communicator_bytes: int = COMMUNICATOR_BYTES
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -236,7 +234,7 @@ class Cluster:
             ConfigError: The file does not exist, is not of these formats, or states a field wrongly.
         """
         path = Path(path)
-        fields = _read_file(path)
+        fields = read_file(path)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{path} holds {type(fields).__name__}, not the fields of a cluster. Write a mapping.")
         return cls.from_fields({"name": path.stem, **fields})
@@ -274,6 +272,13 @@ class Cluster:
             slowest_node_factor=fields.get("slowest_node_factor", 1.0),
             overlap_slowdown=fields.get("overlap_slowdown", 1.0),
             backend=fields.get("backend", "nccl"),
+            communicator_bytes=round(
+                parse_quantity(
+                    fields.get("communicator_memory", COMMUNICATOR_BYTES),
+                    Quantity.BYTES,
+                    f"`communicator_memory` of {where}",
+                )
+            ),
             measured_stages=parse_stages(fields.get("measured_stages", ()), where),
             measured_overlaps=parse_overlaps(fields.get("measured_overlaps", ()), where),
             measured_codecs=parse_codecs(fields.get("measured_codecs", ()), where),
@@ -291,7 +296,7 @@ class Cluster:
             ConfigError: There is no such file or cluster, or the file states a field wrongly.
         """
         path = Path(source)
-        is_file = path.suffix in _SUFFIXES or path.is_file()
+        is_file = path.suffix in FILE_SUFFIXES or path.is_file()
         return cls.load(path) if is_file else cls.preset(source)
 
     def with_nodes(self, num_nodes: int) -> Cluster:
@@ -323,32 +328,6 @@ class Cluster:
     def world_size(self) -> int:
         """All ranks."""
         return self.num_nodes * self.ranks_per_node
-
-
-def _read_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"`{path}` is no file with a cluster. Give the path of a TOML, JSON or YAML file.")
-    try:
-        text = path.read_text()
-        if path.suffix == ".toml":
-            return tomllib.loads(text)
-        if path.suffix == ".json":
-            return json.loads(text)
-        if path.suffix not in _SUFFIXES:
-            raise ConfigError(f"`{path}` is not .toml, .json, .yaml or .yml. Rename it after its format.")
-        if importlib.util.find_spec("yaml") is None:
-            raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")
-        yaml: Any = importlib.import_module("yaml")
-        try:
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-                raise ConfigError(f"`{path}` has an alias (`*name`). Write the fields in its place, or use `like`.")
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"`{path}` is not valid YAML: {error}. Correct the file.") from error
-    except (OSError, ValueError, RecursionError) as error:  # of the decoders, and this module's own
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"`{path}` is not valid {path.suffix[1:].upper()}: {error}. Correct the file.") from error
 
 
 def _is_factor(value: Any) -> bool:

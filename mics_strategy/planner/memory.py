@@ -67,6 +67,25 @@ class StateFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Memory of a GPU that neither torch nor the engine allocates.
+
+    Attributes:
+        communicator_bytes: Bytes of each communicator of NCCL.
+        context_bytes: Bytes of the CUDA context.
+    """
+
+    communicator_bytes: int = COMMUNICATOR_BYTES
+    context_bytes: int = CONTEXT_BYTES
+
+    @classmethod
+    def of(cls, backend: str, communicator_bytes: int = COMMUNICATOR_BYTES) -> Overheads:
+        """Those of a backend of collectives, "nccl", or "gloo", which has none."""
+        is_gpu = backend == "nccl"
+        return cls(communicator_bytes=communicator_bytes) if is_gpu else cls(communicator_bytes=0, context_bytes=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
     """Memory of one rank.
 
@@ -93,7 +112,7 @@ def rank_memory(
     scopes: Scopes,
     batch: MicroBatch,
     states: StateFormat | None = None,
-    backend: str = "nccl",
+    overheads: Overheads | None = None,
 ) -> RankMemory:
     """Memory of every rank of a job, from the first step on.
 
@@ -103,15 +122,18 @@ def rank_memory(
         scopes: Degrees and codecs.
         batch: Micro-batch.
         states: Dtypes of model states; by default fp32 with Adam.
-        backend: Backend of collectives: "nccl", or "gloo", without a CUDA context and communicators in device memory.
+        overheads: Memory outside torch's allocator; by default that of a GPU.
     """
     states = states or StateFormat()
     buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
-    return rank_memories(buffers, [activation_bytes(model.units, batch)], states, backend)[0]
+    return rank_memories(buffers, [activation_bytes(model.units, batch)], states, overheads)[0]
 
 
 def rank_memories(
-    buffers: EngineBuffers, activations_by_batch: Iterable[dict[str, int]], states: StateFormat, backend: str = "nccl"
+    buffers: EngineBuffers,
+    activations_by_batch: Iterable[dict[str, int]],
+    states: StateFormat,
+    overheads: Overheads | None = None,
 ) -> list[RankMemory]:
     """As `rank_memory`, for several micro-batches.
 
@@ -121,7 +143,7 @@ def rank_memories(
         buffers: Buffers of the engine in one configuration.
         activations_by_batch: Results of `activation_bytes`, one for each micro-batch.
         states: Dtypes of model states, with which the buffers were made.
-        backend: See `rank_memory`.
+        overheads: See `rank_memory`.
     """
     fixed = buffers.bytes_by_purpose()
     fixed["gradients of autograd"] = buffers.pending_grad_bytes
@@ -129,9 +151,9 @@ def rank_memories(
     fixed["optimizer states"] = (
         buffers.num_trained * element_bytes if isinstance(element_bytes, int) else buffers.moments_bytes
     )
-    is_gpu = backend == "nccl"
-    fixed["communicators"] = buffers.num_communicators * COMMUNICATOR_BYTES if is_gpu else 0
-    fixed["context"] = CONTEXT_BYTES if is_gpu else 0
+    overheads = overheads or Overheads()
+    fixed["communicators"] = buffers.num_communicators * overheads.communicator_bytes
+    fixed["context"] = overheads.context_bytes
     memories = []
     for activations in activations_by_batch:
         dynamic = fixed["gradients of autograd"] + sum(activations.values())

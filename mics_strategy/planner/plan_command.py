@@ -10,11 +10,11 @@ from typing import Any
 
 from mics_strategy.errors import MiCSError
 from mics_strategy.planner.choice import Choice, plan, step_json
-from mics_strategy.planner.flips import flips
+from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, codec_pairs, workload_of
 from mics_strategy.planner.report import Section, print_report
 from mics_strategy.planner.space import Space
-from mics_strategy.planner.upgrades import Upgrade, upgrades
+from mics_strategy.planner.upgrades import Upgrade, concessions, upgrades
 
 
 def parser() -> ArgumentParser:
@@ -42,47 +42,50 @@ def main(arguments: Sequence[str]) -> int:
         space = Space(codecs=codec_pairs(options.codecs))
         workload = workload_of(options, cluster.world_size)
         chosen = plan(workload, cluster, space)
-        flipped = tuple(flips(chosen))
+        assumed = (*flips(chosen), *communicators_decide(chosen))
+        conceded = concessions(chosen, space)
         upgraded = upgrades(workload, cluster, space) if options.what_if else ()
     except MiCSError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(
-            json.dumps(
-                chosen.to_json() | {"flips": flipped, "what_if": [_upgrade_json(p, chosen) for p in upgraded]}, indent=2
-            )
-        )
+        changes = {"give_up": conceded, "what_if": upgraded}
+        parts = {name: [_upgrade_json(change, chosen) for change in found] for name, found in changes.items()}
+        print(json.dumps(chosen.to_json() | {"flips": assumed} | parts, indent=2))
     else:
-        notes = [Section(lines=flipped)] if flipped else []
-        print_report([*chosen.sections(), *notes, *_what_if(upgraded, chosen)], sys.stdout)
+        sections = [*chosen.sections(), *([Section(lines=assumed)] if assumed else [])]
+        if conceded:
+            warning = "These change the arithmetic of the training: compare losses with and without first."
+            sections.append(_changes("What to give up, for more than is uncertain", conceded, chosen, warning))
+        if upgraded:
+            sections.append(_changes("What to buy next, at the same batch", upgraded, chosen))
+        print_report(sections, sys.stdout)
     return 0
 
 
-def _what_if(upgraded: Sequence[Upgrade], chosen: Choice) -> list[Section]:
-    if not upgraded:
-        return []
-    rows = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s")]
-    notes = []
+def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: str) -> Section:
+    rows = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s", "GB")]
+    lines = [*notes]
     for upgrade in upgraded:
         speedup = upgrade.speedup(chosen)
         if upgrade.choice is None or speedup is None:
-            rows.append((upgrade.name, "", "", "", "", ""))
-            notes.append(f"{upgrade.name}: {upgrade.reason}")
+            rows.append((upgrade.name, *[""] * 6))
+            lines.append(f"{upgrade.name}: {upgrade.reason}")
             continue
-        job = upgrade.choice.step.job
+        step = upgrade.choice.step
+        scopes = step.job.scopes
         rows.append(
             (
                 upgrade.name,
                 f"{speedup:.2f}x",
-                f"{job.scopes.params}/{job.scopes.grads}/{job.scopes.optimizer}",
-                str(job.micro_batch),
-                "yes" if job.recompute else "no",
-                f"{upgrade.choice.step.step_s:.4g}",
+                f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
+                str(step.job.micro_batch),
+                "yes" if step.job.recompute else "no",
+                f"{step.step_s:.4g}",
+                f"{step.memory.total_bytes / 1e9:.1f}",
             )
         )
-    title = "What to buy next, at the same batch"
-    return [Section(title=title, rows=tuple(rows), num_left=1, lines=tuple(notes))]
+    return Section(title=title, rows=tuple(rows), num_left=1, lines=tuple(lines))
 
 
 def _upgrade_json(upgrade: Upgrade, chosen: Choice) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Values are parsed here, so that every wrong one ends with one sentence: what was
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 import sys
@@ -20,6 +21,7 @@ from mics_strategy.planner.calibration import calibration_warnings
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_sources import ModelSource
+from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.workload import DTYPES, Workload
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -53,6 +55,11 @@ def add_workload_options(parser: ArgumentParser) -> None:
         action="store_true",
         help="time compute by the device's best kernels; default: as fast as published trainings on it",
     )
+    parser.add_argument(
+        "--communicator-memory",
+        default=None,
+        help="memory of one communicator of NCCL; default: that of the cluster's file, or 600 MB, which is assumed",
+    )
     parser.add_argument("--json", action="store_true", help="print an object of JSON instead of text")
 
 
@@ -65,6 +72,9 @@ def cluster_of(options: Namespace) -> Cluster:
         ConfigError: It does not exist, is stated wrongly, or its number of nodes is missing.
     """
     cluster = _named_cluster(options)
+    if options.communicator_memory is not None:
+        num_bytes = round(parse_quantity(options.communicator_memory, Quantity.BYTES, "`--communicator-memory`"))
+        cluster = dataclasses.replace(cluster, communicator_bytes=num_bytes)
     return cluster.with_best_kernels() if options.best_kernels else cluster
 
 

@@ -32,7 +32,16 @@ from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
-from mics_strategy.planner.space import EQUAL, Space, TieOrder, complexity, preset_of, scoped_configs, topology_of
+from mics_strategy.planner.space import (
+    EQUAL,
+    Space,
+    TieOrder,
+    complexity,
+    overheads_of,
+    preset_of,
+    scoped_configs,
+    topology_of,
+)
 from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
@@ -43,6 +52,7 @@ _PLANNED_STEPS = 3  # micro-steps whose traffic is compared: a first, a middle a
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 30), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
+_BRIEF = ((1.0, 4),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +95,14 @@ class Solution:
     gap: float
 
 
-def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
+def solve(workload: Workload, cluster: Cluster, space: Space, *, is_brief: bool = False) -> Solution:
     """Find the fastest point that fits, and the fastest ones in less memory.
+
+    Args:
+        workload: Training.
+        cluster: Cluster.
+        space: Configurations to choose from.
+        is_brief: Whether to simulate the few most promising points alone, for one amount of memory.
 
     Raises:
         ConfigError: The ranks do not divide the batch.
@@ -96,7 +112,7 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
         Time: below 1 ms for each point of the space, and 10 ms for each simulated one, about a hundred at most.
     """
     with _paused_collector():
-        return _solve(workload, cluster, space)
+        return _solve(workload, cluster, space, is_brief=is_brief)
 
 
 @contextlib.contextmanager
@@ -114,7 +130,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
+def _solve(workload: Workload, cluster: Cluster, space: Space, *, is_brief: bool) -> Solution:
     limit_bytes = cluster.device.memory_bytes
     points = _priced(workload, cluster, space)
     too_large = sorted((p for p in points if p.memory.total_bytes > limit_bytes), key=lambda p: p.memory.total_bytes)
@@ -122,10 +138,11 @@ def _solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
     if not fitting:
         raise NoFeasiblePlan(_nothing_fits(too_large[0], limit_bytes))
     search = _Search(fitting)
-    search.simulate_presets()
+    if not is_brief:
+        search.simulate_presets()
     frontier: list[Point] = []
     gap = 0.0
-    for share, max_simulated in _LEVELS:
+    for share, max_simulated in _BRIEF if is_brief else _LEVELS:
         found = search.fastest(share * limit_bytes, max_simulated)
         if found is None:
             break
@@ -240,7 +257,7 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
     points = []
     for scoped in scoped_configs(dataclasses.replace(space, base=base), cluster):
         buffers = EngineBuffers(workload.model, scoped.config, scoped.scopes, workload.master)
-        memories = rank_memories(buffers, activations.values(), workload.states, cluster.backend)
+        memories = rank_memories(buffers, activations.values(), workload.states, overheads_of(cluster))
         links = bounds.of_links(scoped.scopes, bucket_plans(buffers, scoped.config, scoped.scopes))
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
@@ -363,7 +380,7 @@ def _nodes_to_use(job: Job, limit_bytes: int) -> str:
         )
         scopes = resolve_scopes(config, topology_of(cluster), size)
         batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
-        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, cluster.backend)
+        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, overheads_of(cluster))
         if memory.total_bytes <= limit_bytes:
             is_divided = job.workload.global_batch % (size * job.micro_batch) == 0
             batch_advice = "" if is_divided else f" with a multiple of {size * job.micro_batch} samples a step"

@@ -20,6 +20,7 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.memory import Overheads
 from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.topology import Topology
 
@@ -35,11 +36,13 @@ class Space:
     Attributes:
         codecs: Pairs of `weight_codec` and `grad_codec`; the first one is that of no codecs.
         has_secondary: Whether secondary copies of the parameters may be kept.
+        degrees: Triples of ranks of parameters, gradients and optimizer states; none for all that the engine allows.
         base: Fields of every configuration that the planner does not choose.
     """
 
     codecs: tuple[tuple[str | Codec, str | Codec], ...] = (("none", "none"),)
     has_secondary: bool = True
+    degrees: frozenset[tuple[int, int, int]] = frozenset()
     base: ShardConfig = field(default_factory=ShardConfig)
 
 
@@ -54,6 +57,11 @@ class ScopedConfig:
 def topology_of(cluster: Cluster) -> Topology:
     """The placement of the cluster's ranks."""
     return Topology(ranks_per_node=cluster.ranks_per_node, nodes_per_switch=cluster.nodes_per_switch)
+
+
+def overheads_of(cluster: Cluster) -> Overheads:
+    """Memory of the cluster's ranks outside torch's allocator."""
+    return Overheads.of(cluster.backend, cluster.communicator_bytes)
 
 
 def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
@@ -76,6 +84,8 @@ def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
         for params in nested:
             for grads in nested:
                 if max(params, grads) % min(params, grads):
+                    continue
+                if space.degrees and (params, grads, optimizer) not in space.degrees:
                     continue
                 for secondary in _secondaries(params, cluster.ranks_per_node, space):
                     for weight_codec, grad_codec in space.codecs:

@@ -1,6 +1,7 @@
-"""What to buy next: the same training, planned again on larger clusters.
+"""What to buy next, and what to give up: the same training, planned again.
 
-They have a faster network, more memory, or more nodes.
+Larger clusters have a faster network, more memory, or more nodes. What is given up is exactness: of sums, of what is
+sent, of optimizer states.
 
 Pure.
 """
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
-from mics_strategy.planner.choice import Choice, plan
+from mics_strategy.planner.choice import Choice, fastest_of_systems, plan
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.space import Space
 from mics_strategy.planner.workload import Workload
@@ -22,9 +24,12 @@ from mics_strategy.planner.workload import Workload
 FACTOR = 2  # by which each of the three grows
 
 
+_INT8_STATE_BYTES = 2  # of an element: two moments of Adam in 8 bits each
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgrade:
-    """One change of the cluster, with the answer for it.
+    """One change of the cluster or of the arithmetic, with the answer for it.
 
     Attributes:
         name: Name of the change.
@@ -48,6 +53,54 @@ def upgrades(workload: Workload, cluster: Cluster, space: Space) -> tuple[Upgrad
         Time: that of `plan` for each change.
     """
     return tuple(_upgrade(name, workload, change, space) for name, change in _changes(cluster))
+
+
+def concessions(choice: Choice, space: Space) -> tuple[Upgrade, ...]:
+    """Changes of the arithmetic that make a step faster by more than predictions are unsure, fastest first.
+
+    They are looked for among the chosen scopes and those of the published systems.
+
+    Args:
+        choice: Answer without them.
+        space: Configurations that it was chosen from.
+
+    Cost:
+        Time: nothing where the step is as short as its computation, as far as predictions are sure; otherwise about
+        half of that of `plan`.
+    """
+    job, step = choice.step.job, choice.step
+    least_factor = 1 + step.certainty.interval
+    points = (*choice.solution.fitting, *choice.solution.too_large)
+    if step.step_s < least_factor * min((p.bound_s for p in points if p.bound_by == "compute"), default=0.0):
+        return ()
+    scopes = [job.scopes, *(point.job.scopes for _, point in fastest_of_systems(choice))]
+    degrees = frozenset((s.params, s.grads, s.optimizer) for s in scopes)
+    found = []
+    for name, changes, codecs in _concessions(choice, space):
+        workload = dataclasses.replace(job.workload, **changes)
+        tried = dataclasses.replace(space, codecs=codecs, degrees=degrees)
+        try:
+            found.append(Upgrade(name=name, choice=plan(workload, job.cluster, tried, is_brief=True)))
+        except NoFeasiblePlan:  # the chosen scopes fit, but for a codec's buffers
+            continue
+    helpful = [upgrade for upgrade in found if (upgrade.speedup(choice) or 0.0) > least_factor]
+    return tuple(sorted(helpful, key=lambda upgrade: -(upgrade.speedup(choice) or 0.0)))
+
+
+_Codecs = tuple[tuple[str | Codec, str | Codec], ...]
+
+
+def _concessions(choice: Choice, space: Space) -> Iterator[tuple[str, dict[str, Any], _Codecs]]:
+    """Names, changes of the workload, and pairs of codecs."""
+    workload = choice.step.job.workload
+    if space.codecs == (("none", "none"),):
+        yield "gradients sent in INT8", {}, (("none", "int8"),)
+        yield "parameters and gradients sent in INT8", {}, (("int8", "int8"),)
+    if workload.reduce_dtype == "float32":
+        yield "gradients sent and added in bfloat16", {"reduce_dtype": "bfloat16"}, space.codecs
+    if workload.optimizer_state_bytes > _INT8_STATE_BYTES:
+        changes = {"optimizer_state_bytes": _INT8_STATE_BYTES}
+        yield "Adam with states of 8 bits", changes, space.codecs
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Callable[[], Cluster]]]:

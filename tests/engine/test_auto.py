@@ -15,7 +15,7 @@ from mics_strategy.auto_scopes import description_of
 from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.auto import AutoJob, job_cluster, price
-from mics_strategy.planner.memory import MicroBatch, rank_memory
+from mics_strategy.planner.memory import MicroBatch, Overheads, rank_memory
 from mics_strategy.scopes import resolve_scopes
 from tests import models
 from tests.engine.training import Run, assert_same, plain, start, train_without_reading
@@ -94,7 +94,9 @@ def test_scopes_chosen_for_little_memory_shard_every_state_and_train_as_plain(ra
 def test_a_partition_on_cpus_is_a_node_and_grows_where_memory_ends(ranks: RankPool) -> None:
     config, job = ShardConfig.preset("mics"), job_of(models.transformer())
     node_bytes, world_bytes = (
-        rank_memory(job.model, sized, resolve_scopes(sized, TWO_NODES, 4), MicroBatch(), backend="gloo").total_bytes
+        rank_memory(
+            job.model, sized, resolve_scopes(sized, TWO_NODES, 4), MicroBatch(), overheads=Overheads.of("gloo")
+        ).total_bytes
         for sized in (config.replace(partition_size=2), config.replace(partition_size=4))
     )
     assert world_bytes < node_bytes

@@ -26,7 +26,7 @@ from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.memory import MicroBatch, activation_bytes, rank_memory
+from mics_strategy.planner.memory import MicroBatch, Overheads, activation_bytes, rank_memory
 from mics_strategy.planner.model import ModelDescription, ParameterShape
 from mics_strategy.planner.role_times import RoleTimes
 from mics_strategy.planner.simulator import step_seconds
@@ -276,7 +276,7 @@ def sizes_of(config: ShardConfig, of_job: AutoJob) -> dict[int, int]:
     for ranks in DEGREES:
         sized = config.replace(partition_size=ranks)
         scopes = resolve_scopes(sized, of_job.topology, of_job.world_size)
-        memory = rank_memory(of_job.model, sized, scopes, MicroBatch(), backend=of_job.backend)
+        memory = rank_memory(of_job.model, sized, scopes, MicroBatch(), overheads=Overheads.of(of_job.backend))
         found[ranks] = memory.total_bytes
     return found
 
