@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.papers.predict import Kind, predict
 from benchmarks.papers.row import PublishedRow, read_rows
-from benchmarks.papers.validate import ValidatedRow, median_errors, validate
+from benchmarks.papers.validate import ValidatedRow, median_errors, table_lines, validate
 from mics_strategy.text_table import text_table
 
 DOCS = Path(__file__).parent
@@ -232,6 +232,10 @@ python -m benchmarks.papers.validate --rows docs/papers/results.csv --json
 {wrapped(counts)}
 
 {medians(rows)}
+
+More than a third of the rows that are predicted are from one table. By table or section:
+
+{chr(10).join(["```text", *table_lines(rows), "```"])}
 
 ## What is assumed
 

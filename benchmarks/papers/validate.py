@@ -23,6 +23,7 @@ from mics_strategy.errors import MiCSError
 from mics_strategy.text_table import text_table
 
 _PROG = "python -m benchmarks.papers.validate"
+_FEW = 4  # rows of a table that is not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,29 @@ def median_errors(rows: Iterable[ValidatedRow]) -> dict[Kind, tuple[float, int]]
     return {kind: (statistics.median(errors[kind]), len(errors[kind])) for kind in Kind if kind in errors}
 
 
+def table_lines(rows: Iterable[ValidatedRow]) -> Iterator[str]:
+    """Medians of absolute errors by table or section of the papers, the largest first, as text.
+
+    Tables with few rows are put together. Rows that calibrate are left out. A median of all rows is that of the largest
+    table above all; that of the tables counts each of them once.
+    """
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.predicted is not None and not row.predicted.is_calibration and row.error is not None:
+            name = f"{row.row.text('paper')}, {row.row.text('section')}"
+            errors.setdefault(name, []).append(abs(row.error))
+    few = [error for found in errors.values() if len(found) < _FEW for error in found]
+    large = sorted((item for item in errors.items() if len(item[1]) >= _FEW), key=lambda item: -len(item[1]))
+    table = [("table", "rows", "median error")]
+    table += [(name, str(len(found)), f"{statistics.median(found):.1%}") for name, found in large]
+    if few:
+        table.append((f"others, with fewer than {_FEW} rows each", str(len(few)), f"{statistics.median(few):.1%}"))
+    if errors:
+        of_tables = statistics.median(statistics.median(found) for found in errors.values())
+        table.append((f"median of the {len(errors)} tables' medians", "", f"{of_tables:.1%}"))
+    yield from text_table(table, num_left=1)
+
+
 def report_lines(rows: list[ValidatedRow], *, has_assumptions: bool) -> Iterator[str]:
     """The comparison as text: rows, assumptions, and the median error of each kind."""
     header = ("id", "system", "model", "ranks", "metric", "published", "predicted", "error")
@@ -98,6 +122,8 @@ def report_lines(rows: list[ValidatedRow], *, has_assumptions: bool) -> Iterator
     medians = [("kind", "rows", "median error")]
     medians += [(kind.value, str(count), f"{median:.1%}") for kind, (median, count) in median_errors(rows).items()]
     yield from text_table(medians, num_left=1)
+    yield ""
+    yield from table_lines(rows)
 
 
 def _cells(row: ValidatedRow) -> tuple[str, ...]:

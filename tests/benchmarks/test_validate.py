@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.papers.amsp import amsp_choice, amsp_factors, amsp_points
 from benchmarks.papers.job import make_job
-from benchmarks.papers.predict import Kind, predict
+from benchmarks.papers.predict import Kind, Predicted, predict
 from benchmarks.papers.row import COLUMNS, PublishedRow, read_rows
 from benchmarks.papers.systems import System, systems_of, with_partition
 from benchmarks.papers.testbed import benchmarks, find_testbed, published_table, slowdown
-from benchmarks.papers.validate import ValidatedRow, main, median_errors, parser, report_json, validate
+from benchmarks.papers.validate import ValidatedRow, main, median_errors, parser, report_json, table_lines, validate
 from mics_strategy import ConfigError
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.cluster import Cluster, Device
@@ -290,6 +290,25 @@ def test_the_command_prints_rows_and_reasons(tmp_path: Path, capsys: pytest.Capt
     assert "X2: not predictable: no model stated" in capsys.readouterr().out
     assert main(["--rows", str(tmp_path / "missing.csv")]) == 1
     assert "is no file" in capsys.readouterr().err
+
+
+def test_medians_of_tables_count_each_table_once() -> None:
+    """A large table with small errors does not hide others."""
+
+    def validated(section: str, predicted: float, **changes: bool) -> ValidatedRow:
+        cells = row(AMSP, section=section, value="100")
+        return ValidatedRow(row=cells, predicted=Predicted(value=predicted, kind=Kind.THROUGHPUT, **changes))
+
+    rows = [
+        *[validated("large", 101)] * 5,
+        validated("a", 130),
+        validated("b", 140),
+        validated("a", 900, is_calibration=True),
+    ]
+    lines = [*table_lines(rows)]
+    assert re.match(r"AMSP, large +5 +1.0%", lines[1])
+    assert re.match(r"others, with fewer than 4 rows each +2 +35.0%", lines[2])
+    assert re.match(r"median of the 3 tables' medians +30.0%", lines[3])
 
 
 def test_every_command_of_the_page_is_one() -> None:

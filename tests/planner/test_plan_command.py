@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,27 @@ def test_upgrades_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tokens_with_a_prefix_are_binary_where_ranks_divide_them(tokens: str, samples: int) -> None:
     options = parser().parse_args(["--model", "llama-7b", "--seq-len", "1024", *P4D, "--global-batch-tokens", tokens])
     assert workload_of(options, world_size=16).global_batch == samples
+
+
+def test_what_to_give_up_is_said_without_being_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--cluster", "g5.48xlarge", "--nodes", "4", "--model", "bert-1.5b", "--seq-len", "128"]
+    answer = run(capsys, "plan", *slow, "--global-batch", "256")
+    assert "gradients sent in INT8" in [change["change"] for change in answer["give_up"]]
+    assert main(["plan", *slow, "--global-batch", "256"]) == 0
+    text = capsys.readouterr().out
+    assert "What to give up" in text
+    assert "These change the arithmetic of the training" in text
+
+
+def test_memory_of_communicators_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lab.yaml").write_text("{like: p4d.24xlarge, nodes: 2, communicator_memory: 200 MB}")
+    file = [*LLAMA, "--cluster", str(tmp_path / "lab.yaml"), "--global-batch", "64", "--micro-batch", "1"]
+    for options, each in ((file, 2e8), ([*file, "--communicator-memory", "0.1 GB"], 1e8), (STATED[:-2], 6e8)):
+        memory = run(capsys, "simulate", *options, "--preset", "paro-iig")["memory_bytes_by_kind"]
+        assert memory["communicators"] == 6 * each
+    refused(capsys, ["plan", *USUAL, "--communicator-memory", "much"], "not a quantity above 0")
+    assert main(["estimate", "llama-7b", "--ranks-per-node", "8", "--communicator-memory", "100 MB"]) == 0
+    assert re.search(r"communicators +0.300 GB", capsys.readouterr().out)
 
 
 def test_codecs_are_chosen_where_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,11 @@ from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.certainty import CERTAINTIES, certainty
 from mics_strategy.planner.choice import plan, reasons, simulate
 from mics_strategy.planner.cluster import Cluster, Link
-from mics_strategy.planner.flips import flips
+from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import Point, solve
 from mics_strategy.planner.space import Space, TieOrder
-from mics_strategy.planner.upgrades import upgrades
+from mics_strategy.planner.upgrades import concessions, upgrades
 from mics_strategy.planner.workload import Workload
 from tests.planner.jobs import tiny_cluster, workload
 
@@ -114,6 +114,43 @@ def test_a_choice_that_another_latency_turns_says_so() -> None:
     assert scopes_of(choice.solution.frontier[0]) == (1, 2, 8)
     patient = dataclasses.replace(slow, inter_node=Link(bytes_per_s=1e8, latency_s=1e-4, source="a test"))
     assert [*flips(plan(workload(**FREE), patient))] == []
+
+
+def test_points_that_communicators_alone_keep_out_are_named() -> None:
+    small = limited(3.5e9)  # too little for seven communicators of 600 MB, and enough for five
+    choice = plan(workload(**FREE), small)
+    (text,) = communicators_decide(choice)
+    assert "too large only because each communicator counts with 600 MB" in text
+    best = next(p for p in choice.solution.too_large if scopes_of(p) == (1, 2, 4) and p.job.micro_batch == 2)
+    assert dict((id(p), r) for p, r in reasons(choice))[id(best)].endswith("GB too large, by its communicators alone")
+    stated = plan(workload(**FREE), dataclasses.replace(small, communicator_bytes=10**8))
+    assert [*communicators_decide(stated)] == []
+    assert stated.step.memory.by_kind["communicators"] % 10**8 == 0
+    assert stated.step.step_s < choice.step.step_s
+    assert float(text.split("would take ")[1].split()[0]) == pytest.approx(stated.step.step_s, rel=0.02)
+
+
+def test_what_is_given_up_helps_for_more_than_is_uncertain() -> None:
+    """Only where the step waits for more than its computation, and only what is not yet given up."""
+    slow = tiny_cluster(inter_node=Link(bytes_per_s=1e7, latency_s=1e-5, source="a test"))
+    choice = plan(workload(**FREE), slow)
+    found = concessions(choice, Space())
+    assert {"gradients sent in INT8", "gradients sent and added in bfloat16"} <= {change.name for change in found}
+    assert all((change.speedup(choice) or 0.0) > 1 + choice.step.certainty.interval for change in found)
+    assert all(change.choice and change.choice.step.memory.total_bytes < 10**10 for change in found)
+    exact = {change.name for change in concessions(choice, Space(codecs=CODECS))}
+    assert not any("INT8" in name for name in exact)
+    assert concessions(plan(workload(**FREE), tiny_cluster(inter_node=tiny_cluster().intra_node)), Space()) == ()
+
+
+def test_less_memory_of_optimizer_states_is_offered_where_it_decides() -> None:
+    training = Workload(model=describe_model("llama-7b", 2048), global_batch=64)
+    home = dataclasses.replace(Cluster.preset("rtx4090-2x", nodes=2), ranks_per_node=4, communicator_bytes=600_000_000)
+    choice = plan(training, home)
+    fastest = concessions(choice, Space())[0]
+    assert fastest.name == "Adam with states of 8 bits"
+    assert fastest.choice is not None
+    assert fastest.choice.step.job.workload.optimizer_state_bytes == 2
 
 
 def test_no_step_is_faster_than_its_bound() -> None:
