@@ -44,7 +44,7 @@ def within(errors: Sequence[float], share: float) -> float:
 
 def certainty_lines(runs: Sequence[ScoredRow], papers: Iterable[ValidatedRow]) -> Iterator[str]:
     """The errors as text."""
-    table = [("step that waits", "rows", "half within", "8 of 10 within", "worst")]
+    table: list[tuple[str, ...]] = [("step that waits", "rows", "half within", "8 of 10 within", "worst")]
     for kind, errors in zip(CERTAINTIES, errors_by_waiting(runs, papers), strict=True):
         quantiles = (f"{within(errors, share):.1%}" for share in (0.5, 0.8, 1))
         table.append((f"below {min(1.0, kind.waiting_below):.0%}", str(len(errors)), *quantiles))

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: str) -> Section:
-    rows = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s", "GB")]
+    rows: list[tuple[str, ...]] = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s", "GB")]
     lines = [*notes]
     for upgrade in upgraded:
         speedup = upgrade.speedup(chosen)
