@@ -185,7 +185,7 @@ def price(config: ShardConfig, job: AutoJob, links: Cluster) -> list[Candidate]:
     codecs = ((config.codec_of("weight_codec") or "none", config.codec_of("grad_codec") or "none"),)
     space = Space(codecs=codecs, has_secondary=config.secondary_params == "auto", base=base)
     times, candidates = RoleTimes(links), []
-    overheads = Overheads.of(job.backend, links.communicator_bytes)
+    overheads = Overheads.of(job.backend, links.device.communicator_bytes)
     update_s = links.device.adam_seconds(job.trained_numel, config.param_dtype_of(_MASTER_DTYPE).itemsize)
     for scoped in scoped_configs(space, links):
         memory = rank_memory(job.model, scoped.config, scoped.scopes, MicroBatch(), overheads=overheads)

@@ -75,6 +75,8 @@ class Device:
             sustain, 0 to 1; 1 where the figures above are those of a training.
         sustained_source: Origin of that share.
         attention_share: Speed of fused attention with long sequences, in times of that of matrix products, 0 to 1.
+        communicator_bytes: Bytes of the memory of one communicator of NCCL.
+        assumed: Shares that its file does not state, as text; typical ones count.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Device:
     sustained_efficiency: float = 1.0
     sustained_source: str = ""
     attention_share: float = 1.0
+    communicator_bytes: int = COMMUNICATOR_BYTES
+    assumed: tuple[str, ...] = ()
 
     @property
     def sustained_flop_per_s(self) -> float:
@@ -107,7 +111,7 @@ class Device:
         Raises:
             ConfigError: No device has this name.
         """
-        return _device(name, "the catalog")
+        return _device(name, "the catalog", {})
 
     def adam_seconds(self, numel: float, param_bytes: int) -> float:
         """Seconds of Adam's update of so many elements.
@@ -127,11 +131,13 @@ class Link:
         bytes_per_s: Bytes per second that one rank sends while all ranks of its node send, in one direction.
         latency_s: Seconds of one step of a ring, whatever its bytes (alpha).
         source: Origin of the figures: datasheet, paper, or file of a calibration.
+        assumed: Efficiency that its file does not state, as text; the typical one counts.
     """
 
     bytes_per_s: float
     latency_s: float
     source: str
+    assumed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +161,6 @@ class Cluster:
         measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
         measured_codecs: Measured speeds of codecs, which count instead of that of the device's memory.
         origin: Origin of the measurements; None where the cluster was not calibrated.
-        communicator_bytes: Bytes of the memory of one communicator of NCCL.
-        assumed: Efficiencies that the file does not state, as text; those of the catalog count.
     """
 
     name: str
@@ -174,8 +178,6 @@ class Cluster:
     measured_overlaps: tuple[MeasuredOverlap, ...] = ()
     measured_codecs: tuple[MeasuredCodec, ...] = ()
     origin: CalibrationOrigin | None = None
-    communicator_bytes: int = COMMUNICATOR_BYTES
-    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "num_nodes"):
@@ -253,16 +255,18 @@ class Cluster:
         _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", "intra_node", "inter_node"), where)
         ranks = fields["ranks_per_node"]
         _check_count("ranks_per_node", ranks, where)
-        fields, assumed = (fields, []) if "calibration" in fields else _with_typical_shares(fields)
+        is_measured = "calibration" in fields
+        device = _device(fields["device"], where, {} if is_measured else TYPICAL_DEVICE)
+        communicator = fields.get("communicator_memory", COMMUNICATOR_BYTES)
+        communicator = parse_quantity(communicator, Quantity.BYTES, f"`communicator_memory` of {where}")
         links = {
-            name: _link(fields[name], ranks, f"{name} of {where}")
-            for name in _TYPICAL_LINKS
+            name: _link(fields[name], ranks, f"{name} of {where}", 1.0 if is_measured else share)
+            for name, share in _TYPICAL_LINKS.items()
             if fields.get(name) is not None
         }
         return cls(
             name=str(fields["name"]),
-            assumed=tuple(assumed),
-            device=_device(fields["device"], where),
+            device=dataclasses.replace(device, communicator_bytes=round(communicator)),
             ranks_per_node=ranks,
             num_nodes=fields.get("nodes", 1),
             intra_node=links["intra_node"],
@@ -272,13 +276,6 @@ class Cluster:
             slowest_node_factor=fields.get("slowest_node_factor", 1.0),
             overlap_slowdown=fields.get("overlap_slowdown", 1.0),
             backend=fields.get("backend", "nccl"),
-            communicator_bytes=round(
-                parse_quantity(
-                    fields.get("communicator_memory", COMMUNICATOR_BYTES),
-                    Quantity.BYTES,
-                    f"`communicator_memory` of {where}",
-                )
-            ),
             measured_stages=parse_stages(fields.get("measured_stages", ()), where),
             measured_overlaps=parse_overlaps(fields.get("measured_overlaps", ()), where),
             measured_codecs=parse_codecs(fields.get("measured_codecs", ()), where),
@@ -329,6 +326,12 @@ class Cluster:
         """All ranks."""
         return self.num_nodes * self.ranks_per_node
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Efficiencies that the file does not state, as text."""
+        links = (self.intra_node, self.inter_node, self.inter_switch)
+        return (*self.device.assumed, *(link.assumed for link in links if link is not None and link.assumed))
+
 
 def _is_factor(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < LARGEST
@@ -348,30 +351,16 @@ def _check_fields(fields: Mapping[str, Any], known: tuple[str, ...], required: t
         raise ConfigError(f"`{missing[0]}` of {where} is missing. State it; required are {', '.join(required)}.")
 
 
-def _with_typical_shares(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields with the efficiencies that they lack, and these as text."""
-    filled, assumed = dict(fields), []
-    device = fields["device"]
-    if isinstance(device, Mapping):
-        missing = {name: share for name, share in TYPICAL_DEVICE.items() if name not in device}
-        assumed += [f"{name} {share}" for name, share in missing.items()]
-        source = {"sustained_source": "assumed, as for most devices"} if "sustained_efficiency" in missing else {}
-        filled["device"] = {**source, **device, **missing}
-    for name, share in _TYPICAL_LINKS.items():
-        link = fields.get(name)
-        if isinstance(link, Mapping) and "efficiency" not in link:
-            filled[name] = {**link, "efficiency": share}
-            assumed.append(f"efficiency {share} of {name}")
-    return filled, assumed
-
-
-def _device(value: Any, where: str) -> Device:
+def _device(value: Any, where: str, typical: Mapping[str, float]) -> Device:
     if isinstance(value, str):
         value = {"name": value, **look_up(read_table("clusters.toml")["device"], value, "device")}
     where = f"the device of {where}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{value!r} is not {where}. Use the name of a device, or its fields.")
     _check_fields(value, (*_DEVICE_FIELDS, *_OPTIONAL_DEVICE_FIELDS), _DEVICE_FIELDS, where)
+    missing = {name: share for name, share in typical.items() if name not in value}
+    source = "assumed, as for most devices" if "sustained_efficiency" in missing else "stated"
+    value = {**value, **missing}
     sustained = _share(value.get("sustained_efficiency", 1.0), f"`sustained_efficiency` of {where}")
     return Device(
         name=str(value["name"]),
@@ -382,12 +371,13 @@ def _device(value: Any, where: str) -> Device:
         peak_flop_per_s=parse_quantity(value["peak"], Quantity.FLOP_PER_S, f"`peak` of {where}"),
         matmul_efficiency=_share(value.get("matmul_efficiency", 1.0), f"`matmul_efficiency` of {where}"),
         sustained_efficiency=sustained,
-        sustained_source=str(value.get("sustained_source", "stated" if sustained < 1 else "")),
+        sustained_source=str(value.get("sustained_source", source if sustained < 1 else "")),
         attention_share=_share(value.get("attention_share", 1.0), f"`attention_share` of {where}"),
+        assumed=tuple(f"{name} {share}" for name, share in missing.items()),
     )
 
 
-def _link(value: Any, ranks_per_node: int, where: str) -> Link:
+def _link(value: Any, ranks_per_node: int, where: str, typical: float) -> Link:
     """A link from its fields.
 
     `bandwidth` is that of one rank while all ranks of its node send, `node_bandwidth` that of the whole node.
@@ -405,9 +395,10 @@ def _link(value: Any, ranks_per_node: int, where: str) -> Link:
     return Link(
         bytes_per_s=parse_quantity(value[name], Quantity.BYTES_PER_S, f"`{name}` of {where}")
         / share
-        * _share(value.get("efficiency", 1.0), f"`efficiency` of {where}"),
+        * _share(value.get("efficiency", typical), f"`efficiency` of {where}"),
         latency_s=parse_quantity(value["latency"], Quantity.SECONDS, f"`latency` of {where}"),
         source=str(value["source"]),
+        assumed="" if "efficiency" in value or typical == 1 else f"efficiency {typical} of {where.split()[0]}",
     )
 
 

@@ -64,7 +64,7 @@ def communicators_decide(choice: Choice) -> Iterator[str]:
     if best_s * (1 + EQUAL) < chosen_s:
         point = kept_out[index]
         over_gb = (point.memory.total_bytes - limit_bytes) / 1e9
-        each_mb = chosen.job.cluster.communicator_bytes / 1e6
+        each_mb = chosen.job.cluster.device.communicator_bytes / 1e6
         yield (
             f"{_name(point)} would take {best_s:.4g} s, and is {over_gb:.1f} GB too large only because each "
             f"communicator counts with {each_mb:.0f} MB. Measure that with nvidia-smi, and state "

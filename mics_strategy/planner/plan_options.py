@@ -74,7 +74,8 @@ def cluster_of(options: Namespace) -> Cluster:
     cluster = _named_cluster(options)
     if options.communicator_memory is not None:
         num_bytes = round(parse_quantity(options.communicator_memory, Quantity.BYTES, "`--communicator-memory`"))
-        cluster = dataclasses.replace(cluster, communicator_bytes=num_bytes)
+        device = dataclasses.replace(cluster.device, communicator_bytes=num_bytes)
+        cluster = dataclasses.replace(cluster, device=device)
     return cluster.with_best_kernels() if options.best_kernels else cluster
 
 

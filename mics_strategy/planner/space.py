@@ -61,7 +61,7 @@ def topology_of(cluster: Cluster) -> Topology:
 
 def overheads_of(cluster: Cluster) -> Overheads:
     """Memory of the cluster's ranks outside torch's allocator."""
-    return Overheads.of(cluster.backend, cluster.communicator_bytes)
+    return Overheads.of(cluster.backend, cluster.device.communicator_bytes)
 
 
 def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:

@@ -245,7 +245,7 @@ def test_measured_computation_counts() -> None:
 
 def test_the_commands_say_why_a_calibration_is_trusted_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load(tmp_path, calibration={**fields()["calibration"], "date": "2020-01-01", "torch_version": "2.1.0"})
-    options = Namespace(cluster=str(tmp_path / "cluster.json"), nodes="4", best_kernels=False)
+    options = Namespace(cluster=str(tmp_path / "cluster.json"), nodes="4", best_kernels=False, communicator_memory=None)
     assert cluster_of(options).num_nodes == 4
     output = capsys.readouterr()
     assert output.out == ""
@@ -256,4 +256,4 @@ def test_a_calibration_of_one_node_does_not_plan_for_two(tmp_path: Path) -> None
     calibration = {**fields()["calibration"], "hosts": ["a"], "world_size": 2}
     load(tmp_path, calibration=calibration, nodes=1)
     with pytest.raises(ConfigError, match=r"links between nodes were not measured.*2 nodes"):
-        cluster_of(Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2", best_kernels=False))
+        cluster_of(Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2", best_kernels=False, communicator_memory=None))

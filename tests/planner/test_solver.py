@@ -30,8 +30,9 @@ CODECS = (("none", "none"), ("int8", "int8"))
 
 
 def limited(memory_bytes: float, **changes: Any) -> Cluster:
+    sizes = {"memory_bytes": round(memory_bytes), "communicator_bytes": changes.pop("communicator_bytes", 600_000_000)}
     cluster = tiny_cluster(**changes)
-    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=round(memory_bytes)))
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **sizes))
 
 
 CLUSTERS = {
@@ -123,7 +124,7 @@ def test_points_that_communicators_alone_keep_out_are_named() -> None:
     assert "too large only because each communicator counts with 600 MB" in text
     best = next(p for p in choice.solution.too_large if scopes_of(p) == (1, 2, 4) and p.job.micro_batch == 2)
     assert dict((id(p), r) for p, r in reasons(choice))[id(best)].endswith("GB too large, by its communicators alone")
-    stated = plan(workload(**FREE), dataclasses.replace(small, communicator_bytes=10**8))
+    stated = plan(workload(**FREE), limited(3.5e9, communicator_bytes=10**8))
     assert [*communicators_decide(stated)] == []
     assert stated.step.memory.by_kind["communicators"] % 10**8 == 0
     assert stated.step.step_s < choice.step.step_s
@@ -145,7 +146,7 @@ def test_what_is_given_up_helps_for_more_than_is_uncertain() -> None:
 
 def test_less_memory_of_optimizer_states_is_offered_where_it_decides() -> None:
     training = Workload(model=describe_model("llama-7b", 2048), global_batch=64)
-    home = dataclasses.replace(Cluster.preset("rtx4090-2x", nodes=2), ranks_per_node=4, communicator_bytes=600_000_000)
+    home = dataclasses.replace(Cluster.preset("rtx4090-2x", nodes=2), ranks_per_node=4)
     choice = plan(training, home)
     fastest = concessions(choice, Space())[0]
     assert fastest.name == "Adam with states of 8 bits"
