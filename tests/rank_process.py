@@ -135,7 +135,10 @@ def _init_group(job: Job) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches, which know meshes by their ranks and would give the next job groups that are gone."""
+    """Empty DTensor's caches, which know meshes by their ranks and would give the next job groups that are gone.
+
+    `shard()` does so itself. This is for jobs of FSDP2 alone.
+    """
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.rank_process import forget_meshes
 from tests.ranks import TIMEOUT_S, RankContext, RankError, RankPool
 from tests.seeds import seed_generators
 
@@ -105,7 +104,6 @@ def run_each(ctx: RankContext, calls: list[tuple[Callable[..., Any], tuple[objec
     results = []
     for fn, args in calls:
         seed_generators()
-        forget_meshes()
         results.append(fn(ctx, *args))
     return results
 

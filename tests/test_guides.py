@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mics_strategy import ShardConfig, cli, shard
 from mics_strategy.planner import plan_command, simulate_command
 from tests.engine.adapters import base_model
-from tests.engine.training import assert_identical, forget_meshes
+from tests.engine.training import assert_identical
 from tests.ranks import RankContext, RankPool
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -85,7 +85,6 @@ def test_the_checkpoint_example_resumes(ranks: RankPool, tmp_path: Path) -> None
 
 
 def load_and_save(ctx: RankContext, code: str, folder: Path) -> None:
-    forget_meshes()
     os.chdir(folder)
     exec(compile(code, "checkpoints.md", "exec"), {"torch": torch})
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import override
 
 from mics_strategy import errors
@@ -323,8 +325,21 @@ _num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def _count_models() -> int:
     """The number of models that this job has sharded before. All ranks shard models in the same order."""
     number = _num_models.get(dist.group.WORLD, 0)
+    if number == 0:
+        _forget_meshes()
     _num_models[dist.group.WORLD] = number + 1
     return number
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches.
+
+    They know a mesh by its ranks: results would have the groups of an equal mesh of an earlier default group, which are
+    gone, or whose names other groups have now.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 @atexit.register

@@ -14,14 +14,13 @@ from mics_strategy import CheckpointError, LifecycleError, Sharded, load_weights
 from mics_strategy.checkpoint.export import INDEX, Export, export_safetensors
 from mics_strategy.cli import main
 from tests.engine.adapters import SIZES
-from tests.engine.training import assert_identical, forget_meshes, wholes
+from tests.engine.training import assert_identical, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 ties = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
 def build(tied: bool, device: str = "cpu") -> tuple[LlamaForCausalLM, Sharded]:
-    forget_meshes()
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
     return model, shard(model, "mics", units=[LlamaDecoderLayer])

@@ -20,13 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from mics_strategy.checkpoint.load import load_checkpoint
 from tests import models
 from tests.checkpoint.test_sharded import run_of, save_after, state_of
-from tests.engine.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole, wholes
+from tests.engine.training import OPTIMIZERS, assert_identical, start, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 
 def build_fsdp2(ctx: RankContext) -> tuple[models.Case, torch.nn.Module, torch.optim.Optimizer]:
     """Trained for one step."""
-    forget_meshes()
     case = models.transformer()
     model = case.build()
     mesh = init_device_mesh("cpu", (ctx.world_size,))

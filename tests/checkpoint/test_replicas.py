@@ -14,7 +14,7 @@ from mics_strategy import CheckpointError, ShardConfig, Topology, load_checkpoin
 from mics_strategy.checkpoint.save_planner import SaveItem, ShardedSavePlanner, items_to_write
 from mics_strategy.checkpoint.state import ReplicaId, local_state
 from tests.checkpoint.test_sharded import run_of
-from tests.engine.training import forget_meshes, start
+from tests.engine.training import start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 WORLD_SIZE, PER_NODE = 512, 8
@@ -50,7 +50,6 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
         for name in ("comm.process_groups", "comm.consensus", "engine.setup.materialize"):
             patch.setattr(f"mics_strategy.{name}.gather_objects", _same_on_all_ranks)
         for rank in ranks:
-            forget_meshes()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
             model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
             config = ShardConfig.preset("mics", topology=Topology(ranks_per_node=PER_NODE))
@@ -114,7 +113,6 @@ class Scaled(nn.Module):
 
 def save_and_load_scalars(ctx: RankContext, config: ShardConfig, path: Path) -> list[torch.Tensor]:
     """Gains of this rank, outputs before and after the load, and of a training that goes on without and with it."""
-    forget_meshes()
     torch.manual_seed(0)
     model = nn.Sequential(*(Scaled() for _ in range(4)))
     sharded = shard(model, config, units=[Scaled])

@@ -17,7 +17,7 @@ from mics_strategy.checkpoint.weights import IncompatibleKeys, prefix_between
 from tests import models
 from tests.checkpoint.test_interop import build_fsdp2, save_from_fsdp2
 from tests.checkpoint.test_sharded import run_of, save_after
-from tests.engine.training import Run, Training, assert_identical, forget_meshes, start, whole, wholes
+from tests.engine.training import Run, Training, assert_identical, start, whole, wholes
 from tests.ranks import RankContext, RankPool
 
 State = dict[str, Any]
@@ -224,7 +224,6 @@ class Noted(nn.Module):
 
 
 def load_into_another(ctx: RankContext, folder: Path) -> list[Any]:
-    forget_meshes()
     model = Noted()
     sharded = shard(model, ShardConfig.preset("zero3", param_dtype="bfloat16"))
     keys = load_weights(folder / "head.pt", sharded, strict=False)

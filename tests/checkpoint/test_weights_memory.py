@@ -14,7 +14,6 @@ from torch import nn
 
 from mics_strategy import Sharded, load_weights, save_checkpoint, shard
 from mics_strategy.checkpoint import weight_formats
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
 
 WIDTH, LAYERS = 2048, 4
@@ -42,7 +41,6 @@ def load_whole(path: Path, sharded: Sharded) -> None:
 
 
 def sharded_model() -> Sharded:
-    forget_meshes()
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     return shard(model, "zero3", units=[nn.Linear])

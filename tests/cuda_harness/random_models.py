@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from mics_strategy import ShardConfig, shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import PRESETS, WIDTH, Training, config_of
-from tests.engine.training import forget_meshes
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -104,7 +103,6 @@ class Drawn:
 
     def train(self, machine: Machine, num_steps: int, rank: int = 0, *, reentrant: bool = True) -> None:
         """Train; ranks skip different cells, which is refused where reentrant checkpoints hold them (`order.md`)."""
-        forget_meshes()
         torch.manual_seed(3)
         model, random = Cells(self._random), self._random
         for cell in (module for module in model.modules() if isinstance(module, Cell)):

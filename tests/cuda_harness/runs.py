@@ -13,7 +13,6 @@ from benchmarks.gpu_pretended import pretended_ranks
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
-from tests.engine.training import forget_meshes
 
 WIDTH, DEPTH = 16, 4  # a multiple of 8 ranks, so that every unit can travel without a flat form
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "zeropp-hpz", "mics", "paro-iig", "paro-nii")
@@ -109,7 +108,6 @@ def start(
     buffers: Sequence[int] = (),
 ) -> Training:
     """Shard a tower over the ranks that there are."""
-    forget_meshes()
     torch.manual_seed(3)
     model = Tower(recomputes, width, buffers)
     sharded = shard(model, config, units=[Layer], device=machine.device)

@@ -16,7 +16,6 @@ from mics_strategy.engine.streams import current_stream
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.pretence import pretended_cuda
 from tests.cuda_harness.runs import WIDTH, Layer, Tower, Training, config_of, declared, one_of_many
-from tests.engine.training import forget_meshes
 
 
 @pytest.fixture
@@ -74,7 +73,6 @@ class Branches(Tower):
 
 def _train_branches(preset: str, **options: Any) -> Machine:
     with one_of_many() as machine:
-        forget_meshes()
         model = Branches()
         model.other = torch.cuda.Stream()
         sharded = shard(model, config_of(preset, **options), units=[Layer], device=machine.device)

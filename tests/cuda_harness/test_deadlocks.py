@@ -17,7 +17,6 @@ from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import PRESETS, Training, config_of, start
 from tests.cuda_harness.simulated_ranks import simulate_gpus
 from tests.engine.recomputed import BUILDS, WIDTH, Nest, Shift
-from tests.engine.training import forget_meshes
 from tests.models import Residual
 from tests.rank_report import RankContext
 
@@ -95,7 +94,6 @@ def test_every_preset_goes_on_where_three_collectives_have_room(preset: str) -> 
 
 
 def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str, options: dict[str, Any]) -> None:
-    forget_meshes()
     torch.manual_seed(3)
     model = BUILDS[build]()
     config = config_of(preset, ranks_per_node=PER_NODE, **options)

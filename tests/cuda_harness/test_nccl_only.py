@@ -15,7 +15,6 @@ from mics_strategy import shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import WIDTH, Layer, Tower, Training, config_of
 from tests.cuda_harness.simulated_ranks import simulate_gpus
-from tests.engine.training import forget_meshes
 from tests.rank_report import RankContext
 
 RANKS, PER_NODE = 4, 2
@@ -24,7 +23,6 @@ Devices = Counter[int]  # object collectives of one rank, by the current device
 
 def _job(ctx: RankContext, machine: Machine, devices: dict[int, Devices], preset: str, sets_device: bool) -> None:
     """Shard, train, gather weights."""
-    forget_meshes()
     devices[ctx.rank] = Counter()
     with mock.patch.object(torch.cuda, "set_device", torch.cuda.set_device if sets_device else lambda _: None):
         model = Tower(buffers=(100,))

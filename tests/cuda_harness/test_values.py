@@ -12,7 +12,6 @@ from mics_strategy import shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import WIDTH, Layer, Tower, config_of
 from tests.cuda_harness.simulated_ranks import simulate_gpus
-from tests.engine.training import forget_meshes
 from tests.rank_report import RankContext
 
 RANKS, PER_NODE, STEPS, MICRO_STEPS = 4, 2, 2, 2
@@ -50,7 +49,6 @@ def _train(model: Any, ranks: Sequence[int], device: Any, micro_step: Any, clip:
 
 
 def _job(ctx: RankContext, machine: Machine, preset: str, options: dict[str, Any]) -> list[Tensor]:
-    forget_meshes()
     model = _tower()
     config = config_of(preset, ranks_per_node=PER_NODE, **options)
     sharded = shard(model, config, units=[Layer], device=machine.device)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy import ShardConfig
 from mics_strategy.estimate import MemoryEstimate, estimate_memory
-from tests.engine.training import forget_meshes
+from tests.rank_process import forget_meshes
 
 NODES, RANKS_PER_NODE = 2, 8
 LAYERS = 4  # of FSDP2's models: its buffers do not grow with the number of layers

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
-from tests.engine.training import forget_meshes, whole, wholes
+from tests.engine.training import whole, wholes
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 WIDTH = 6
@@ -43,7 +43,6 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def train_listing(ctx: RankContext, config: ShardConfig) -> dict[str, Tensor]:
-    forget_meshes()
     model = listing_model()
     shard(model, config, units=[Listing])
     optimizer = torch.optim.SGD(model.everything, lr=0.1)
@@ -73,7 +72,6 @@ def test_plain_containers_follow_their_parameters(ranks: RankPool, config: Shard
 
 
 def linears() -> nn.Sequential:
-    forget_meshes()
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
 
 
@@ -188,7 +186,6 @@ def test_replaced_parameters_have_metadata_and_are_adopted(ranks: RankPool) -> N
 
 
 def change_containers_after_shard(ctx: RankContext) -> Tensor:
-    forget_meshes()
     model = listing_model()
     shard(model, "zero3", units=[Listing])
     other = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)

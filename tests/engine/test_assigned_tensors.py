@@ -13,7 +13,7 @@ from torch.optim import SGD
 from mics_strategy import ShardConfig, shard
 from mics_strategy.engine.tensor_memory import digest_of_places
 from mics_strategy.errors import LifecycleError
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 PRESETS = ("zero3", "mics", "paro-nig", "ddp")
@@ -186,7 +186,6 @@ REFUSED: dict[Script, str] = {
 
 
 def run_script(ctx: RankContext, preset: str, script: Script) -> None:
-    forget_meshes()
     _, model = build()
     shard(model, ShardConfig.preset(preset))
     script(model, SGD(model.parameters(), lr=0.1))
@@ -307,7 +306,6 @@ def train(model: nn.Module, script: Callable[[nn.Module, Tensor], None]) -> dict
 
 
 def train_both(ctx: RankContext, preset: str, script: Callable[[nn.Module, Tensor], None]) -> None:
-    forget_meshes()
     plain, sharded = build()
     shard(sharded, ShardConfig.preset(preset))
     torch.testing.assert_close(train(sharded, script), train(plain, script), rtol=1e-9, atol=1e-11)

@@ -19,7 +19,7 @@ from mics_strategy.engine.schedule import RepeatedHops
 from tests import models
 from tests.engine import unusual
 from tests.engine.events import recorded
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
 NUM_STEPS = 14
@@ -188,7 +188,6 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
     """Parameters, predicted backwards and second hops that others followed, of each seed."""
     results = []
     for seed in seeds:
-        forget_meshes()
         run = start([ctx.rank], config)
         assert run.sharded is not None
         repeated, predicted = [], []
@@ -237,7 +236,6 @@ def reuse_units(run: LoopRun, order: list[int], declared: bool) -> list[Tensor]:
 
 
 def reuse_units_sharded(ctx: RankContext, config: ShardConfig, order: list[int], declared: bool) -> list[Tensor]:
-    forget_meshes()
     run = start([ctx.rank], config)
     assert run.sharded is not None
     run.model.checkpointed = dict.fromkeys(range(4), True)
@@ -266,7 +264,6 @@ def test_a_unit_that_is_recomputed_twice_is_reduced_whole(
 
 def sums_of_bf16(ctx: RankContext, lengths: list[int], is_predicted: bool) -> list[Tensor]:
     """Gradients of the last of some steps, of a bf16 model whose sums are in fp32; scaled up, where 16 bits round."""
-    forget_meshes()
     torch.manual_seed(0)
     model = unusual.Stack().bfloat16()
     overlap = {"gather", "reduce", "second_hop"} if is_predicted else {"gather", "reduce"}
@@ -295,7 +292,6 @@ def test_a_wrong_prediction_rounds_no_sum_to_16_bits(ranks: RankPool, last: int)
 
 def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> tuple[list[str], list[str]]:
     """Names of the units in order, and the events of the last step, whose loop declares nothing."""
-    forget_meshes()
     torch.manual_seed(0)
     case = models.transformer()
     model = case.build()
@@ -338,7 +334,6 @@ def test_a_loop_that_has_not_repeated_is_not_predicted(ranks: RankPool, lengths:
 
 def early_hops_beside_an_unused_unit(ctx: RankContext, preset: str) -> list[int]:
     """Second hops that had started before each step, in a loop that declares nothing and never uses the third block."""
-    forget_meshes()
     run = start([ctx.rank], PRESETS[preset])
     assert run.sharded is not None
     run.model.order = [0, 1, 3]
@@ -361,7 +356,6 @@ def test_a_unit_that_no_rank_uses_holds_up_no_other(ranks: RankPool, preset: str
 def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[float]]]:
     outcomes = []
     for is_told in (True, False):
-        forget_meshes()
         run = start([ctx.rank], config)
         for _ in range(5):
             for micro in range(3):
@@ -391,7 +385,6 @@ def drop_some(run: LoopRun, is_declared: bool) -> list[Tensor]:
 def drop_some_sharded(ctx: RankContext, config: ShardConfig) -> list[list[Tensor]]:
     dropped = []
     for is_declared in (True, False):
-        forget_meshes()
         dropped.append(drop_some(start([ctx.rank], config), is_declared))
     return dropped
 
@@ -407,7 +400,6 @@ def test_a_dropped_gradient_leaves_the_others_of_its_unit(ranks: RankPool, prese
 
 def traffic_by_step(ctx: RankContext, config: ShardConfig, lengths: list[int]) -> list[tuple[bool, list[str]]]:
     """Whether each step sent what its plan says, and the phases of that plan."""
-    forget_meshes()
     run = start([ctx.rank], config)
     assert run.sharded is not None
     found = []
@@ -433,7 +425,6 @@ def test_the_plan_names_the_second_hops_of_a_wrong_prediction(ranks: RankPool, p
 
 def traffic_where_gradients_are_dropped(ctx: RankContext, config: ShardConfig, reads: bool) -> list[bool]:
     """Whether each step sent what its plan says; its window is begun again, or read, after its last backward."""
-    forget_meshes()
     run = start([ctx.rank], config)
     assert run.sharded is not None
     found = []

@@ -26,7 +26,7 @@ from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.streams import OpChain
 from mics_strategy.tuning import coalesce as coalescing
 from tests import models
-from tests.engine.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
+from tests.engine.training import Outcome, Run, assert_same, plain, start, train
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank, simulate
 from tests.reference import Batch
@@ -34,11 +34,6 @@ from tests.reference import Batch
 Counts = collections.Counter[str]
 MOVERS = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_gather", "exchange")
 PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-iig", "paro-nii", "paro-ing")
-
-
-@pytest.fixture(autouse=True)
-def _forget_meshes() -> None:
-    forget_meshes()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from mics_strategy.engine.layout import make_layout
 from tests import models
 from tests.checkpoint.test_matrix import state_of
 from tests.engine.test_codecs_in_training import BOUND, CASES, PRESETS, config_of, printed
-from tests.engine.training import Run, assert_identical, forget_meshes, start, whole
+from tests.engine.training import Run, assert_identical, start, whole
 from tests.ranks import RankContext, RankPool
 
 SMALL = 1e-4
@@ -77,7 +77,6 @@ def distances(ctx: RankContext, config: ShardConfig) -> dict[str, float]:
 
 
 def distances_of_each(ctx: RankContext, configs: list[ShardConfig]) -> list[dict[str, float]]:
-    forget_meshes()
     return [distances(ctx, config) for config in configs]
 
 

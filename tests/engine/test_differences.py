@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, load_checkpoint, save_checkpoint, shard
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.scopes import resolve_scopes
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import whole
 from tests.ranks import RankContext, RankPool, simulate
 
 ROWS, COLUMNS, STEPS, LR = 64, 8, 4, 0.1
@@ -50,7 +50,6 @@ def config(preset: str = "paro-iig", **options: Any) -> ShardConfig:
 
 class Loop:
     def __init__(self, each: ShardConfig) -> None:
-        forget_meshes()
         self.model = Recording()
         self.sharded = shard(self.model, each, units=[Recording])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from mics_strategy import ShardConfig, shard
 from tests import models
 from tests.engine.loops import Loop, Seen, assert_same_loop
-from tests.engine.training import Run, forget_meshes, presets, start
+from tests.engine.training import Run, presets, start
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -140,7 +140,6 @@ def adopted_in_training(loop: Loop, name: str) -> Seen:
     if loop.sharded is None:
         loop = plain
     else:
-        forget_meshes()
         loop = replace(loop, model=plain.model, sharded=shard(plain.model, loop.run.config, units=loop.case.units))
         loop.sharded.adopt(made)
     made.eval()

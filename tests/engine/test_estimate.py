@@ -9,7 +9,6 @@ from torch import nn
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.estimate import MemoryEstimate, estimate_memory
 from tests import models
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, simulate
 
 CONFIGS = [
@@ -24,7 +23,6 @@ CONFIGS = [
 
 def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], int]:
     """What a real job of two nodes of two ranks holds, and the bytes of Adam's states."""
-    forget_meshes()
     case = models.transformer()
     model = case.build()
     sharded = shard(model, config.replace(topology=Topology(ranks_per_node=2)), units=case.units)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mics_strategy import Codec, ConfigError, ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from tests.engine.test_codecs_in_training import config_of
-from tests.engine.training import forget_meshes, whole, wholes
+from tests.engine.training import whole, wholes
 from tests.ranks import RankContext, RankPool
 
 INT4 = Codec(bits=4, block_size=32, feedback=True)
@@ -124,7 +124,6 @@ LOOPS: dict[str, Callable[[Loop, int], None]] = {"plain": plain_loop, "read": re
 
 
 def start_loop(ctx: RankContext, config: ShardConfig, accumulation: int = 2) -> Loop:
-    forget_meshes()
     model = Linear()
     sharded = shard(model, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -267,7 +266,6 @@ def test_dropped_gradients_leave_nothing_behind(ranks: RankPool, how: str) -> No
 
 def residuals_in_flight(ctx: RankContext) -> bool:
     """Whether residuals read after a declared last backward are those of its second hops."""
-    forget_meshes()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     sharded = shard(model, config("mics", codec_links="slow"), units=[nn.Linear])
     with sharded.micro_step(0, of=1):
@@ -302,7 +300,6 @@ def after_two_optimizers(ctx: RankContext, each: ShardConfig) -> list[dict[str, 
     """
     found = []
     for is_dropped in (True, False):
-        forget_meshes()
         model = Linear()
         sharded = shard(model, each)
         one = torch.optim.SGD([model.tensors["wide"]], lr=0.1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.engine import layout as layout_module
 from mics_strategy.engine.schedule import first_hop_chunks
-from tests.engine.training import Run, forget_meshes, start
+from tests.engine.training import Run, start
 from tests.models import Batch, Case
 from tests.ranks import RankContext, simulate
 
@@ -74,7 +74,6 @@ def chunked(size_bytes: int) -> Iterator[None]:
 
 
 def outcome(ctx: RankContext, config: ShardConfig, loop: Loop) -> tuple[list[Any], int, list[tuple[Any, Any]]]:
-    forget_meshes()
     training = start(ctx, Run(case=loop, config=config, accumulation=2))
     losses, traffic = [], []
     for step in range(3):

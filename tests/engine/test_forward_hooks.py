@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as functional_checkpoint
 from mics_strategy import ShardConfig, Sharded, shard
 from mics_strategy.engine.hooks import cast_floating
 from mics_strategy.errors import ConfigError, LifecycleError
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
 from tests.seeds import seed_generators
 
@@ -94,7 +93,6 @@ def largest_difference(
     prepare: Prepare, loss: Loss, preset: str, *, is_before: bool, registered: tuple[tuple[str, str], ...] = ()
 ) -> float:
     """Of a parameter after three steps, from the plain model's."""
-    forget_meshes()
     model, reference = build(), build()
     if prepare in (read_in_hooks, read_in_hooks_and_recompute):
         read_in_hooks(reference)  # recomputed, torch's composable checkpoint would run hooks on their own results
@@ -238,7 +236,6 @@ def test_registered_methods_train_as_in_the_plain_model(ranks: RankPool, methods
 
 
 def sharded_model() -> tuple[Any, Sharded]:
-    forget_meshes()
     model = build()
     return model, shard(model, "zero3", units=[Pair, Layer])
 
@@ -321,7 +318,6 @@ class Dataclasses(nn.Module):
 
 
 def train_on_dataclasses(ctx: RankContext) -> bool:
-    forget_meshes()
     model = Dataclasses()
     shard(model, ShardConfig.preset("zero3", param_dtype="bfloat16"), units=[OfDataclass])
     x = torch.ones(2, WIDTH)

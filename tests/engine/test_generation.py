@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from mics_strategy import LifecycleError, shard
 from tests.engine.adapters import SIZES
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 
@@ -37,7 +36,6 @@ def text(model: Any, rank: int) -> Tensor:
 
 
 def generated(ctx: RankContext, build: Callable[[], Any], preset: str) -> Tensor:
-    forget_meshes()
     model = build()
     shard(model, preset)
     return text(model, ctx.rank)
@@ -54,7 +52,6 @@ def test_text_is_that_of_the_plain_model_on_every_rank(ranks: RankPool, build: A
 
 
 def without_cache(ctx: RankContext) -> Tensor:
-    forget_meshes()
     model = llama()
     shard(model, "zero3")
     return with_mask(model, ctx.rank)

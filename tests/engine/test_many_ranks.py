@@ -7,7 +7,7 @@ import pytest
 
 from mics_strategy import ShardConfig, Topology
 from tests import models
-from tests.engine.training import Outcome, Run, assert_same, forget_meshes, plain, train, unused_alike
+from tests.engine.training import Outcome, Run, assert_same, plain, train, unused_alike
 from tests.ranks import RankContext, simulate
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig", "paro-igg", "paro-ing", "paro-gng", "paro-nii")
@@ -52,8 +52,3 @@ def test_eight_nodes_of_four(preset: str) -> None:
 @pytest.mark.parametrize("size", [2, 8])
 def test_transformer_on_partitions_that_are_not_a_node(size: int) -> None:
     _check(Run(case=models.transformer, config=ShardConfig(partition_size=size), steps=2), 8, 4)
-
-
-@pytest.fixture(autouse=True)
-def _forget_meshes() -> None:
-    forget_meshes()

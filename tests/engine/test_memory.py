@@ -18,7 +18,7 @@ from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import find_units
 from tests import models
-from tests.engine.training import Run, forget_meshes, start
+from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankPool
 
 CONFIGS = {
@@ -90,7 +90,6 @@ def test_nothing_is_allocated_or_moved_after_the_second_step(ranks: RankPool, co
 
 def memory_by_purpose(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
     """The engine's account, and the bytes that sharding really added to the process."""
-    forget_meshes()
     case = run.case()
     model = case.build()
     before = _live_bytes()

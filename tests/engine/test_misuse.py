@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from mics_strategy import load_weights, save_checkpoint, shard
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
 
 MISTAKES = {
@@ -24,7 +23,6 @@ MISTAKES = {
 
 def answer(ctx: RankContext, mistake: str) -> str:
     """What a mistake raises on this rank."""
-    forget_meshes()
     os.chdir(ctx.tmp_path)
     model = nn.Linear(4, 4)
     names = {"shard": shard, "save_checkpoint": save_checkpoint, "load_weights": load_weights, "torch": torch}

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Topology, shard
 from mics_strategy.comm.transport import Transport
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 NODES = Topology(ranks_per_node=2)
@@ -88,7 +87,6 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
 
 def compare(ctx: RankContext, name: str, accumulation: int, says: bool, recomputes: bool) -> list[int]:
     """Train both ways for four steps, with an evaluation; returns what was broadcast."""
-    forget_meshes()
     torch.manual_seed(5)
     model = Model(recomputes)
     plain = DistributedDataParallel(copy.deepcopy(model))
@@ -252,7 +250,6 @@ class Registering(nn.Module):
 
 
 def registering(ctx: RankContext, preset: str, persistent: dict[int, bool], shapes: int = 1) -> dict[str, Tensor]:
-    forget_meshes()
     torch.manual_seed(5)
     model = Registering(persistent)
     model.seen = torch.zeros(shapes) if shapes > 1 else model.seen

@@ -32,7 +32,6 @@ from tests.engine.training import (
     Training,
     assert_identical,
     assert_same,
-    forget_meshes,
     plain,
     start,
     whole,
@@ -217,7 +216,6 @@ def test_count_of_trainable_parameters_is_the_plain_one(ranks: RankPool, preset:
 
 def train_from_meta(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Base and adapter on the meta device, with values from a plain state dict."""
-    forget_meshes()
     case = run.case()
     with torch.device("meta"):
         model = case.build()
@@ -242,7 +240,6 @@ def test_a_meta_model_that_loads_a_plain_state_trains_as_plain(ranks: RankPool, 
 
 def begin_on_meta(ctx: RankContext, beginning: Any) -> tuple[list[float], list[float]]:
     """The largest elements of the two sides of each adapter."""
-    forget_meshes()
     with torch.device("meta"):
         model = lora_that_begins(beginning).build()
     shard(model, "mics", units=[LlamaDecoderLayer])

@@ -17,14 +17,12 @@ from torch.nn.utils import parametrize
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
 from tests import models
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, assert_refused, raises_on_every_rank, refusal
 
 Job = Callable[[RankContext], object]
 
 
 def _mlp(config: ShardConfig | str = "mics", **options: object) -> nn.Module:
-    forget_meshes()
     model = models.mlp().build()
     shard(model, config, **options)
     return model
@@ -201,7 +199,6 @@ class _SparseCall(nn.Module):
 
 
 def sparse_call(ctx: RankContext) -> None:
-    forget_meshes()
     model = nn.Sequential(_SparseCall(), nn.Linear(4, 4))
     shard(model)
     model(torch.tensor([1 + ctx.rank])).sum().backward()
@@ -392,7 +389,6 @@ def inner_module_converted(ctx: RankContext) -> None:
 
 
 def unfrozen(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     model[0].requires_grad_(False)
     shard(model)
@@ -401,19 +397,16 @@ def unfrozen(ctx: RankContext) -> None:
 
 
 def micro_step_out_of_range(ctx: RankContext) -> None:
-    forget_meshes()
     sharded = shard(models.mlp().build())
     with sharded.micro_step(3, of=3):
         pass
 
 
 def norm_of_nothing(ctx: RankContext) -> None:
-    forget_meshes()
     shard(models.mlp().build()).clip_grad_norm_(1.0, norm_type=0.0)
 
 
 def norm_of_infinity(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     sharded = shard(model)
     (model(torch.ones(1, 5)).sum() * (float("inf") if ctx.rank == 0 else 1.0)).backward()
@@ -421,7 +414,6 @@ def norm_of_infinity(ctx: RankContext) -> None:
 
 
 def stale_optimizer(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model)
@@ -430,7 +422,6 @@ def stale_optimizer(ctx: RankContext) -> None:
 
 
 def partly_stale_optimizer(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     bias = model[0].bias
     shard(model)
@@ -449,13 +440,11 @@ def group_of_more(ctx: RankContext) -> None:
 
 
 def foreign_optimizer(ctx: RankContext) -> None:
-    forget_meshes()
     sharded = shard(models.mlp().build())
     sharded.adopt(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
 def foreign_optimizer_on_one_rank(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = shard(model)
@@ -488,7 +477,6 @@ def fsdp2_on_it(ctx: RankContext) -> None:
 
 
 def block_by_block(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     shard(model[2])
     shard(model)
@@ -506,7 +494,6 @@ def parametrized(ctx: RankContext) -> None:
 
 
 def parametrization_removed(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlp().build()
     parametrize.register_parametrization(model[0], "weight", _Symmetric())
     shard(model)
@@ -656,7 +643,6 @@ def test_process_group_must_exist(ranks: RankPool) -> None:
 
 
 def train_integers(ctx: RankContext) -> torch.dtype:
-    forget_meshes()
     model = _Integers()
     shard(model)
     model(torch.zeros(1, 2)).sum().backward()

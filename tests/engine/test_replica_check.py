@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import ConfigError, LifecycleError
-from tests.engine.training import forget_meshes, whole
+from tests.engine.training import whole
 from tests.engine.unusual import WIDTH, Block, ClampedBlock, Stack
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -56,7 +56,6 @@ def trained(
     ctx: RankContext, preset: str, change: Change, steps: int, **options: object
 ) -> tuple[list[Tensor], Tensor]:
     """Job: this rank's shards after some steps, and a number of its own generator."""
-    forget_meshes()
     model = Stack()
     shard(model, ShardConfig.preset(preset, update_locality="element", **options), units=[Block])
     torch.manual_seed(ctx.rank)
@@ -100,7 +99,6 @@ def test_a_replica_that_has_drifted_is_found_by_name(ranks: RankPool, preset: st
 
 def trained_with_drift(ctx: RankContext, preset: str, check: str | int) -> int:
     """Job: `one_rank_writes` in the 12th step of 16."""
-    forget_meshes()
     model = Stack()
     shard(model, ShardConfig.preset(preset, replica_check=check), units=[Block])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -133,7 +131,6 @@ class RankBlock(ClampedBlock):
 
 
 def write_different_values(ctx: RankContext) -> None:
-    forget_meshes()
     RankBlock.rank = ctx.rank
     model = Stack(RankBlock)
     shard(model, "zero3", units=[RankBlock])
@@ -157,7 +154,6 @@ def test_replica_check_supports_narrow_dtypes(ranks: RankPool) -> None:
 
 
 def trained_in_bf16(ctx: RankContext) -> Tensor:
-    forget_meshes()
     model = Stack().bfloat16()
     shard(model, "mics", units=[Block])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.engine.exact_dtensor import ExactDTensor
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
 CONFIGS = {
@@ -43,7 +43,6 @@ def same(found: DTensor, expected: DTensor) -> bool:
 
 
 def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tensor]:
-    forget_meshes()
     model = build()
     shard(model, config, units=[nn.Linear])
     model(torch.randn(4, 8)).sum().backward()
@@ -79,7 +78,6 @@ def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[s
 
 
 def load(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tensor]:
-    forget_meshes()
     model = build()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,7 +97,6 @@ def test_a_state_dict_is_saved_copied_and_loaded_in_parts(ranks: RankPool, tmp_p
 
 def of_fsdp2(ctx: RankContext, folder: Path) -> bool:
     """Whether both save the same, where the parts are."""
-    forget_meshes()
     saved: list[Any] = []
     for kind in ("ours", "theirs"):
         model = build()[:1]
@@ -126,7 +123,6 @@ def test_saved_tensors_equal_those_of_fsdp2(ranks: RankPool, tmp_path: Path) -> 
 
 def load_full(ctx: RankContext, config: ShardConfig, way: str) -> tuple[dict[str, Tensor], bool]:
     """Load the plain model's state dict, and train on."""
-    forget_meshes()
     model, best = build(), {name: value + 1 for name, value in build().state_dict().items()}
     shard(model, config, units=[nn.Linear])
     parameters = list(model.parameters())
@@ -157,7 +153,6 @@ class CopyingModel(nn.Linear):
 
 
 def full_state_of_a_copying_model(ctx: RankContext) -> dict[str, Tensor]:
-    forget_meshes()
     torch.manual_seed(0)
     sharded = shard(CopyingModel(8, 5), "zero3")
     state = sharded.full_state_dict()

@@ -12,7 +12,7 @@ from mics_strategy.comm.work import has_pending_work
 from mics_strategy.engine.plan import Plan
 from tests import models
 from tests.engine.counting import CountC10d, planned_kinds
-from tests.engine.training import Run, assert_same_training, forget_meshes, plain, start, train, unused_alike
+from tests.engine.training import Run, assert_same_training, plain, start, train, unused_alike
 from tests.ranks import RankContext, RankPool
 
 pytestmark = [pytest.mark.wide, pytest.mark.one_job]
@@ -102,7 +102,6 @@ def reversed_model() -> Reversed:
 
 
 def interrupted(ctx: RankContext, preset: str, overlap: object) -> list[torch.Tensor]:
-    forget_meshes()
     model = reversed_model()
     shard(model, ShardConfig.preset(preset, prefetch=3, overlap=overlap), units=[nn.Bilinear])
     return outputs_of_interrupted_steps(model)

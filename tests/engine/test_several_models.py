@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests import models
-from tests.engine.training import assert_same, forget_meshes, wholes
+from tests.engine.training import assert_same, wholes
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -62,7 +62,6 @@ def _sharded(model: nn.Module, preset: str) -> Sharded:
 
 
 def train(ctx: RankContext, presets: tuple[str, str], one_optimizer: bool) -> Weights:
-    forget_meshes()
     return _actor_and_critic(presets, _sharded, [ctx.rank], one_optimizer)
 
 
@@ -76,7 +75,6 @@ def test_actor_and_critic_train_as_plain(ranks: RankPool, presets: tuple[str, st
 
 def train_declared(ctx: RankContext, presets: tuple[str, str]) -> Weights:
     """Both second hops overlap the other model's backward, in shared groups."""
-    forget_meshes()
     pair = [models.mlp().build() for _ in presets]
     handles = [_sharded(model, preset) for model, preset in zip(pair, presets, strict=True)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import LifecycleError
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.engine.unusual import Block, Stack, batch
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -116,7 +116,6 @@ def expected(body: Callable[[Rank, int], None], checkpointed: dict[int, bool]) -
 
 
 def train(ctx: RankContext, body: Any, config: ShardConfig, checkpointed: dict[int, bool]) -> Parameters:
-    forget_meshes()
     model = built(checkpointed)
     shard(model, config, units=[Block])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -183,7 +182,6 @@ def train_with_failures(
     ctx: RankContext, failing: frozenset[int], place: str, config: ShardConfig, num_before: int
 ) -> Parameters:
     """Before each step, a backward that fails behind a module on some ranks, and whose gradients are dropped."""
-    forget_meshes()
     model = built({})
     shard(model, config, units=[Block])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -208,7 +206,6 @@ def step_with_a_failure(rank: Rank, failing: frozenset[int], place: str) -> None
 
 
 def gradients(ctx: RankContext, config: ShardConfig, failing: frozenset[int], place: str, skipped: int) -> Parameters:
-    forget_meshes()
     model = built({})
     shard(model, config, units=[Block])
     step_with_a_failure(Rank(model, ctx.rank, skipped), failing, place)

@@ -16,7 +16,7 @@ from torch.distributed._composable import checkpoint
 from mics_strategy import ShardConfig, Sharded, shard
 from mics_strategy.errors import ConfigError
 from tests import models
-from tests.engine.training import Run, assert_identical, forget_meshes, train_each
+from tests.engine.training import Run, assert_identical, train_each
 from tests.ranks import RankContext, RankPool
 from tests.seeds import seed_generators
 
@@ -77,7 +77,6 @@ class Model(nn.Module):
 
 
 def build(model: Callable[[], nn.Module], **fields: Any) -> tuple[nn.Module, Sharded]:
-    forget_meshes()
     seed_generators()
     built = model().double()
     config = ShardConfig.preset(fields.pop("preset", "zero3"), **fields)

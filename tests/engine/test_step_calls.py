@@ -12,7 +12,6 @@ from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.engine.tensor_memory import TensorMemory
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
 
 NUM_UNITS, FEW, MANY = 3, 4, 20
@@ -36,7 +35,6 @@ def calls_of_a_step(preset: str, num_parameters: int) -> dict[str, int]:
 
     The fewest of several steps: waits for other ranks add some.
     """
-    forget_meshes()
     gc.collect()  # the model of before, which hooks of optimizers would ask for its parameters
     TensorMemory.has_checks = False  # earlier jobs of this process may have assigned tensors
     model = nn.Sequential(*(Unit(num_parameters) for _ in range(NUM_UNITS)))

@@ -5,7 +5,6 @@ two ranks.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from tests.engine.training import (
     assert_identical,
     assert_same,
     distance,
-    forget_meshes,
     plain,
     start,
     train,
@@ -92,13 +90,6 @@ def check(found: list[list[tuple[bool, dict[str, torch.Tensor]]]], configs: list
         for config, (as_planned, parameters) in zip(configs, of_rank, strict=True):
             assert as_planned, config
             assert_same(parameters, expected)
-
-
-@pytest.fixture(autouse=True)
-def _forget_meshes() -> Iterator[None]:
-    forget_meshes()
-    yield
-    forget_meshes()
 
 
 @pytest.mark.wide(every=7)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
 from tests.engine import unusual
 from tests.engine.test_boundary import PREDICTED, PRESETS
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
 WORLD_SIZE = 4
@@ -82,7 +82,6 @@ def train(
 def train_sharded(
     ctx: RankContext, windows: tuple[list[int], list[int]], orders: tuple[list[int], list[int]], config: ShardConfig
 ) -> tuple[list[list[Tensor]], list[bool]]:
-    forget_meshes()
     return train([ctx.rank], windows, orders, config)
 
 
@@ -109,7 +108,6 @@ def test_nodes_with_windows_of_their_own_train_and_send_as_planned(ranks: RankPo
 
 def drop_on_one_node(ctx: RankContext, preset: str, step_of_drop: int) -> str:
     """The error of a job of which one node drops its gradients after a predicted backward, and begins again."""
-    forget_meshes()
     model, optimizer_of = build()
     shard(model, PRESETS[preset], units=[unusual.Block])
     optimizer = optimizer_of()

@@ -15,7 +15,7 @@ from mics_strategy.engine import units as units_module
 from mics_strategy.engine.units import UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from tests import models
-from tests.engine.training import Run, forget_meshes, start
+from tests.engine.training import Run, start
 from tests.models import Block, Residual, Transformer
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -243,7 +243,6 @@ def cut(name: str) -> Iterator[str]:
 
 def bits(ctx: RankContext, preset: str, name: str, rule: str) -> list[Any]:
     """Losses and parameters of a training."""
-    forget_meshes()
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), prefetch=2)
     training = start(ctx, Run(case=models.transformer, config=config, accumulation=2, units=rule))
     losses = [training.step(step) for step in range(2)]

@@ -10,7 +10,6 @@ from torch.autograd import grad  # before any model is sharded, as scripts do
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import LifecycleError
 from tests.engine import unusual
-from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.seeds import seed_generators
 
@@ -64,7 +63,6 @@ class Gain(nn.Module):
 
 
 def left_by_an_attribute(ctx: RankContext) -> None:
-    forget_meshes()
     model = nn.Sequential(nn.Linear(unusual.WIDTH, unusual.WIDTH), *[Gain() for _ in range(5)])
     shard(model, "zero3", units=[Gain])
     model(torch.ones(2, unusual.WIDTH))
@@ -72,7 +70,6 @@ def left_by_an_attribute(ctx: RankContext) -> None:
 
 
 def features_of_the_first_block(ctx: RankContext) -> None:
-    forget_meshes()
     model = unusual.Stack(count=6)
     shard(model, "zero3", units=[unusual.Block])
     model.order = [1, 2, 0, 3, 4, 5]
@@ -96,7 +93,6 @@ def test_a_backward_that_enters_past_all_modules_is_refused(ranks: RankPool) -> 
 
 
 def asked_for_a_gradient(ctx: RankContext, **options: bool) -> None:
-    forget_meshes()
     model = unusual.Stack()
     shard(model, "mics", units=[unusual.Block])
     grad(model(torch.ones(2, unusual.WIDTH)).sum(), list(model.parameters()), **options)
@@ -155,7 +151,6 @@ class Equilibrium(nn.Module):
 
 
 def trained_equilibrium(ctx: RankContext, unit: type[nn.Module]) -> float:
-    forget_meshes()
     models = []
     for _ in range(2):
         seed_generators()
@@ -173,7 +168,6 @@ def test_a_deep_equilibrium_trains_as_the_plain_one(ranks: RankPool, unit: type[
 
 
 def gradient_of_a_penalty(ctx: RankContext) -> Tensor:
-    forget_meshes()
     model = unusual.Stack()
     shard(model, "mics", units=[unusual.Block])
     weight = model.head.weight

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, shard
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
-from tests.engine.training import forget_meshes, whole, wholes
+from tests.engine.training import whole, wholes
 from tests.engine.unusual import WIDTH, Block, ClampedBlock, Stack
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -52,7 +52,6 @@ def stack(block: type[Block], **attributes: Any) -> nn.Module:
 
 def trained(ctx: RankContext, limit: float, config: ShardConfig) -> dict[str, Tensor]:
     """Job: parameters after three steps of a model that may write into all of them."""
-    forget_meshes()
     model = stack(Bounded, limit=limit)
     shard(model, config, units=[Bounded])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -75,7 +74,6 @@ def test_writes_that_change_nothing_cost_masters_no_precision(ranks: RankPool, p
 
 def moved_codebook(ctx: RankContext, preset: str) -> Tensor:
     """Job: the entries after two training forwards and one in evaluation."""
-    forget_meshes()
     model = nn.Sequential(Codebook(), Codebook(), nn.Linear(WIDTH, 2))
     shard(model, preset, units=[Codebook])
     for _ in range(2):
@@ -93,7 +91,6 @@ def test_writes_into_frozen_parameters_are_kept(ranks: RankPool, preset: str) ->
 
 
 def written_under_a_codec(ctx: RankContext) -> None:
-    forget_meshes()
     model = stack(ClampedBlock)
     shard(model, ShardConfig.preset("zero3", weight_codec="int8"), units=[ClampedBlock])
     model(torch.ones(2, WIDTH))
@@ -109,7 +106,6 @@ def test_writes_into_decoded_parameters_are_refused(ranks: RankPool) -> None:
 
 def continued_after_a_refusal(ctx: RankContext, prefetch: int, has_gradients: bool) -> tuple[list[Tensor], set[type]]:
     """Job: outputs before a refused write and twice after it, and types of the parameters."""
-    forget_meshes()
     model = stack(Bounded, limit=0.0)
     shard(model, ShardConfig.preset("mics", prefetch=prefetch, weight_codec="int8", codec_links="all"), units=[Bounded])
     x = torch.ones(2, WIDTH)
@@ -137,7 +133,6 @@ def embedding(max_norm: float | None) -> nn.Module:
 
 
 def sharded_max_norm(ctx: RankContext) -> None:
-    forget_meshes()
     shard(embedding(1.0), "mics")
 
 
@@ -149,7 +144,6 @@ def test_renormalization_that_would_diverge_is_refused(ranks: RankPool) -> None:
 
 def renormalized_by_hand(ctx: RankContext) -> Tensor:
     """Job: what the refusal advises."""
-    forget_meshes()
     model = embedding(None)
     shard(model, "mics")
     weight, max_norm = model[0].weight, 1.0
@@ -168,7 +162,6 @@ def test_rows_can_be_renormalized_after_the_step(ranks: RankPool) -> None:
 
 def handed_out(ctx: RankContext, preset: str, is_changed: bool) -> Tensor:
     """Job: a weight as a forward has it is written later, perhaps after the sharded one."""
-    forget_meshes()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     nn.init.ones_(model[0].weight)
     shard(model, preset)
@@ -194,7 +187,6 @@ def test_a_weight_that_was_handed_out_is_written_or_refused(ranks: RankPool, pre
 
 def handed_out_before_a_step(ctx: RankContext, preset: str) -> tuple[Tensor, Tensor]:
     """Job: a weight as a forward has it is written between a backward and the step. Returns it, and its gradient."""
-    forget_meshes()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     shard(model, preset)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

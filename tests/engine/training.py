@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from mics_strategy import ShardConfig, Sharded, shard
@@ -164,19 +163,8 @@ def _gathered(tensors: dict[str, tuple[DTensor, int]], group: dist.ProcessGroup)
     return found
 
 
-def forget_meshes() -> None:
-    """Empty DTensor's caches.
-
-    An equal mesh of an earlier job has deleted groups.
-    """
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _clear_sharding_prop_cache()
-
-
 def start(ctx: RankContext, run: Run) -> Training:
     """Build and shard the model, and make its optimizer."""
-    forget_meshes()
     case = run.case()
     model = case.build()
     sharded = shard(model, run.config, units=case.units if run.units is None else run.units)

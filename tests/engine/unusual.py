@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, shard
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.rank_report import RankContext
 
 WIDTH = 6
@@ -347,7 +347,6 @@ def batch(step: int, rank: int) -> Tensor:
 
 def trained(loop: Loop, rank: int, config: ShardConfig) -> Trained:
     """What this rank ends with."""
-    forget_meshes()
     model = built(loop)
     try:
         for part in loop.parts:

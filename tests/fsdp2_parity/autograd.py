@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from mics_strategy import ConfigError, LifecycleError, shard
-from tests.engine.training import forget_meshes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP, ContainerLayer
 from tests.fsdp2_parity.runner import STEP, STEPS, Player, Scenario, Vectors
@@ -54,7 +53,6 @@ def hooked(ctx: RankContext) -> None:
 
 
 def hooked_before(ctx: RankContext) -> None:
-    forget_meshes()
     model = MLP(4)
     model.in_proj.weight.register_post_accumulate_grad_hook(print)
     shard(model, "zero3")
@@ -65,7 +63,6 @@ def gradient_hooked(ctx: RankContext) -> None:
 
 
 def sharded_mlp() -> MLP:
-    forget_meshes()
     model = MLP(4)
     shard(model, "zero3")
     return model

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from mics_strategy import Sharded, shard
-from tests.engine.training import forget_meshes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import PLACEMENTS
@@ -17,7 +16,6 @@ BLOCKS = 4
 
 def steps(placement: str, *, micro_steps: int = 1, forwards: int = 1, num: int = 2) -> tuple[nn.Module, Sharded]:
     """Some steps of a model whose blocks are units and whose root has no parameters."""
-    forget_meshes()
     model = models.mlps(count=BLOCKS)
     handle = shard(model, PLACEMENTS[placement], units=[MLP])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, shard
-from tests.engine.training import assert_identical, forget_meshes, whole, wholes
+from tests.engine.training import assert_identical, whole, wholes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import PLACEMENTS, Scenario, Vectors
@@ -90,7 +90,6 @@ SCENARIOS = {
 def as_chunks(ctx: RankContext) -> None:
     """Parameters have global shapes and strides, and the rows of `torch.chunk`."""
     for width in (1, 2, 3, 8):
-        forget_meshes()
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, 4 * width) for _ in range(2)), MLP(width, 3))[0::2]
         plain = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -105,7 +104,6 @@ def as_chunks(ctx: RankContext) -> None:
 def parameters_between(ctx: RankContext) -> None:
     """Modules hold DTensors before and after each forward and backward."""
     for placement in ("reshard", "keep"):
-        forget_meshes()
         model = models.mlps()
         shard(model, PLACEMENTS[placement], units=[MLP])
         before = list(model.parameters())
@@ -119,7 +117,6 @@ def parameters_between(ctx: RankContext) -> None:
 def from_meta(ctx: RankContext, dtype: str) -> None:
     """Rows that divide by the ranks, that do not, and that are fewer; values are those of `reset_parameters`."""
     for width in (8, 3, 1):
-        forget_meshes()
         with torch.device("meta"):
             model = nn.Sequential(MLP(width, 1, bias=False), MLP(width, 1, bias=False))
         config = PLACEMENTS["reshard"].replace(param_dtype=dtype)
@@ -138,7 +135,6 @@ def constant(module: nn.Module) -> None:
 
 def from_rank_zero(ctx: RankContext, placement: str) -> None:
     """Ranks build other values; all train rank 0's, buffers included."""
-    forget_meshes()
     torch.manual_seed(ctx.rank)
     model = nn.Sequential(MLP(5), nn.BatchNorm1d(5))
     model[1].running_mean.fill_(float(ctx.rank))
@@ -154,7 +150,6 @@ def from_rank_zero(ctx: RankContext, placement: str) -> None:
 
 def full_state_into_meta(ctx: RankContext) -> None:
     """Rank 0's full state dict, sent to all ranks, becomes the values of a model on meta."""
-    forget_meshes()
     torch.manual_seed(ctx.rank)
     states = [MLP(5).state_dict() if ctx.rank == 0 else None]
     dist.broadcast_object_list(states, src=0)
@@ -179,7 +174,6 @@ class Quantized(nn.Module):
 
 
 def frozen_dtypes(ctx: RankContext) -> None:
-    forget_meshes()
     model = Quantized()
     shard(model, "zero3", units=[nn.Linear])
     model(torch.ones(2, 4)).sum().backward()
@@ -189,7 +183,6 @@ def frozen_dtypes(ctx: RankContext) -> None:
 
 
 def without_parameters(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.NoParameters()
     shard(model, "zero3")
     assert torch.equal(model(torch.ones(3), (torch.ones(3), torch.ones(3))), torch.full((3,), 3.0))
@@ -209,14 +202,12 @@ FACTS = {
 
 
 def convert(ctx: RankContext) -> None:
-    forget_meshes()
     model = MLP(4)
     shard(model, "zero3")
     model.to(torch.float64)
 
 
 def no_reset(ctx: RankContext) -> None:
-    forget_meshes()
     with torch.device("meta"):
         model = models.NoInputs()
     shard(model, "zero3")

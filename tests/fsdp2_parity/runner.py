@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from mics_strategy import ShardConfig, Sharded, shard
-from tests.engine.training import OPTIMIZERS, forget_meshes, wholes
+from tests.engine.training import OPTIMIZERS, wholes
 from tests.rank_report import RankContext
 
 STEPS = 3
@@ -202,7 +202,6 @@ class _Copy:
 
 def sharded(ctx: RankContext, scenario: Scenario, placement: str) -> list[Seen]:
     """Job: the scenario with `shard()`."""
-    forget_meshes()
     model = scenario.model()
     handle = shard(model, PLACEMENTS[placement].replace(**dict(scenario.options)), units=scenario.units)
     return _follow([_copy_of(scenario.player(model, ctx.rank, handle), scenario)], scenario)[0]
@@ -210,7 +209,6 @@ def sharded(ctx: RankContext, scenario: Scenario, placement: str) -> list[Seen]:
 
 def fully_sharded(ctx: RankContext, scenario: Scenario, placement: str) -> list[Seen]:
     """Job: the scenario with FSDP2 on the same units."""
-    forget_meshes()
     model = scenario.model()
     policy = MixedPrecisionPolicy(param_dtype=scenario.compute_dtype, reduce_dtype=scenario.dtype)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if placement == "hybrid" else None

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from mics_strategy import ConfigError, LifecycleError, shard
-from tests.engine.training import forget_meshes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import STEP, STEPS, Player, Scenario, Vectors
@@ -83,7 +82,6 @@ SCENARIOS = {
 
 
 def classes_stay(ctx: RankContext) -> None:
-    forget_meshes()
     model = models.mlps()
     classes = [type(module) for module in model.modules()]
     handle = shard(model, "zero3", units=[MLP])
@@ -95,7 +93,6 @@ FACTS = {"no class changes, and each unit is listed once": (2, classes_stay)}
 
 
 def mlp(units: Any = "auto") -> nn.Module:
-    forget_meshes()
     model = MLP(6)
     shard(model, "zero3", units=units)
     return model

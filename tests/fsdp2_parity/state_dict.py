@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import Sharded, shard
-from tests.engine.training import assert_identical, forget_meshes, whole, wholes
+from tests.engine.training import assert_identical, whole, wholes
 from tests.fsdp2_parity.models import MLP
 from tests.fsdp2_parity.runner import PLACEMENTS
 from tests.rank_report import RankContext
@@ -21,7 +21,6 @@ def nested(width: int) -> nn.Module:
 
 
 def built(width: int, placement: str = "reshard") -> tuple[nn.Module, Sharded]:
-    forget_meshes()
     model = nested(width)
     return model, shard(model, PLACEMENTS[placement], units=[MLP, nn.Linear])
 

@@ -38,7 +38,7 @@ from mics_strategy.scopes import resolve_scopes
 from mics_strategy.topology import Topology
 from tests import models
 from tests.engine.chains import REAL, SIMULATED, chains
-from tests.engine.training import Run, assert_same, forget_meshes, plain, train_without_reading
+from tests.engine.training import Run, assert_same, plain, train_without_reading
 from tests.planner.jobs import tiny_cluster, tiny_llama, workload
 from tests.ranks import simulate
 
@@ -418,7 +418,5 @@ def test_a_plan_for_leaf_switches_trains_as_plain(tmp_path: Path) -> None:
     assert config.topology == Topology(ranks_per_node=2, nodes_per_switch=2)
     assert config.optimizer == 8
     run = Run(case=models.mlp, config=config, accumulation=2)
-    forget_meshes()
     for found in simulate(8, train_without_reading, run, ranks_per_node=2):
         assert_same(found, plain(run, 8).parameters)
-    forget_meshes()

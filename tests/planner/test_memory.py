@@ -19,7 +19,6 @@ from mics_strategy.planner.model_trace import TraceInput, token_loss, trace_mode
 from mics_strategy.scopes import resolve_scopes
 from recipes.models.build import build_model
 from recipes.models.config import ModelConfig
-from tests.engine.training import forget_meshes
 from tests.planner.test_model import TOKENS, build, shape, traced
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -146,7 +145,6 @@ SMALL = shape("gpt2", dropout=False)
 
 def allocated(ctx: RankContext, config: ShardConfig) -> dict[str, int]:
     """What a rank holds behind a step."""
-    forget_meshes()
     torch.manual_seed(0)
     model = real_model(SMALL)
     sharded = shard(model, config)

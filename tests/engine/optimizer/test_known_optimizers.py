@@ -20,7 +20,7 @@ from mics_strategy import ShardConfig, shard
 from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.errors import CheckpointError, ConfigError
-from tests.engine.training import forget_meshes, wholes
+from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
 SCALES = (1, 1, 5, 1, 200, 1, 1e-3, 1e-3, 50, 1, 1, 20, 1, 1)
@@ -97,7 +97,6 @@ def locality_of(name: str) -> UpdateLocality | None:
 def train_each(ctx: RankContext, layouts: dict[str, str], num_steps: int) -> dict[str, list[Tensor] | Exception]:
     found: dict[str, list[Tensor] | Exception] = {}
     for name, layout in layouts.items():
-        forget_meshes()
         model = build()
         shard(model, ShardConfig(optimizer_layout=layout, replica_check="never"))
         try:

@@ -16,7 +16,6 @@ from tests.engine.training import (
     OPTIMIZERS,
     Run,
     assert_same,
-    forget_meshes,
     plain,
     start,
     train_without_reading,
@@ -87,7 +86,6 @@ def train_with(ctx: RankContext, run: Run, make: Callable[[list[nn.Parameter]], 
 
 def adopt_and_train(ctx: RankContext, run: Run, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Tensor]:
     """The optimizer is built, and takes a step, before the model is sharded."""
-    forget_meshes()
     case = run.case()
     model = case.build()
     optimizer = make(list(model.parameters()))
@@ -220,7 +218,6 @@ def test_two_optimizers_step_at_their_own_pace(ranks: RankPool, preset: str) -> 
 
 def train_two_models(ctx: RankContext, config: ShardConfig, is_joint: bool) -> dict[str, Tensor]:
     """Two sharded models in one loss, with one optimizer for both or one each."""
-    forget_meshes()
     case = models.mlp()
     pair = nn.ModuleList([case.build(), case.build()])
     for model in pair:

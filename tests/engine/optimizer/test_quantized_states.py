@@ -24,7 +24,7 @@ from torchao.utils import TorchAOBaseTensor
 from mics_strategy import ConfigError, ShardConfig, shard
 from tests import models
 from tests.engine.loops import Loop, Seen, assert_same_loop
-from tests.engine.training import Run, forget_meshes, presets, start, whole
+from tests.engine.training import Run, presets, start, whole
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -279,7 +279,6 @@ def adopted_before_its_first_step(loop: Loop) -> Seen:
     """Built on the plain model where there is one."""
     made = AdamW8bit(loop.parameters(), lr=0.01, eps=1e-3)
     if loop.sharded is not None:
-        forget_meshes()
         model = loop.case.build()
         made = AdamW8bit(model.parameters(), lr=0.01, eps=1e-3)
         loop = replace(loop, model=model, sharded=shard(model, loop.run.config, units=loop.case.units))
@@ -326,7 +325,6 @@ def adopt_quantized(ctx: RankContext) -> None:
     case.loss(model, case.batch(0, 0, 0)).backward()
     with eagerly():
         optimizer.step()
-    forget_meshes()
     sharded = shard(model, "zero1", units=case.units)
     before = [*optimizer.state]
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, shard
 from tests import models
 from tests.engine.optimizer.test_owner_exchange import Make, adafactor, begin, layout, plain_with
-from tests.engine.training import Run, assert_same, forget_meshes, wholes
+from tests.engine.training import Run, assert_same, wholes
 from tests.ranks import RankContext, RankPool
 
 
@@ -87,7 +87,6 @@ def test_states_are_the_plain_ones_and_go_anywhere(ranks: RankPool, before: str,
 
 
 def adopt_after_steps(ctx: RankContext, config: ShardConfig, make: Make) -> dict[str, Tensor]:
-    forget_meshes()
     case = models.transformer()
     model = case.build()
     optimizer = make(list(model.parameters()))
@@ -110,7 +109,6 @@ def test_adopted_states_go_to_the_owners(ranks: RankPool) -> None:
 
 def go_on_with_another(ctx: RankContext, config: ShardConfig, make: Make) -> dict[str, Tensor]:
     """Another optimizer of the same model takes over the states of the first."""
-    forget_meshes()
     case = models.transformer()
     model = case.build()
     shard(model, config, units=case.units)
