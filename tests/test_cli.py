@@ -31,7 +31,7 @@ OPTIONS = {
         *("model", "--nodes", "--ranks-per-node", "--nodes-per-switch", "--preset", "--partition-size", "--params"),
         *("--grads", "--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
         *("--param-dtype", "--reduce-dtype", "--units", "--state-bytes", "--micro-batch", "--seq-len"),
-        *("--recompute", "--memory", "--cluster"),
+        *("--recompute", "--communicator-memory", "--memory", "--cluster"),
     ],
     "calibrate": ["--output", "--name", "--device", "--max-mib", "--stage-s", "--dtype", "--peak-tflops"],
     "pretrain": [],  # the recipes' program parses its own

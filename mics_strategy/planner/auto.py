@@ -123,8 +123,8 @@ def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoi
     """Choose the scopes whose collectives take the shortest time of those that fit.
 
     Times within 1 % count as equal; of equal scopes, those with the fewest mesh axes are chosen, then those with the
-    least memory, where 1 % of a rank's counts as equal. If no scopes leave enough memory for activations, the smallest
-    are chosen.
+    least memory, where 1 % of a rank's counts as equal, and gradients over fewer ranks win. If no scopes leave enough
+    memory for activations, the smallest are chosen.
 
     Args:
         config: Configuration with ``"auto"`` scopes; its other fields apply.
@@ -160,7 +160,7 @@ def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoi
 
 
 def _plainest(equal: Sequence[Candidate], memory_bytes: int) -> Candidate:
-    """The candidate of equally fast ones with the fewest mesh axes, then with little memory, then the fastest.
+    """The candidate of equally fast ones with the fewest mesh axes, then with little memory and whole gradients.
 
     Memory that differs by less than `EQUAL` of a rank's decides nothing: sharding the few gradients of adapters saves
     less, and sends them in every micro-step.
@@ -172,7 +172,7 @@ def _plainest(equal: Sequence[Candidate], memory_bytes: int) -> Candidate:
     simple = [candidate for candidate in equal if complexity(candidate.scopes) == fewest]
     least_bytes = min(candidate.memory.total_bytes for candidate in simple)
     small = [c for c in simple if c.memory.total_bytes <= least_bytes + EQUAL * memory_bytes]
-    return min(small, key=lambda c: (c.seconds, c.memory.total_bytes))
+    return min(small, key=lambda c: (c.scopes.grads, c.memory.total_bytes))
 
 
 def price(config: ShardConfig, job: AutoJob, links: Cluster) -> list[Candidate]:

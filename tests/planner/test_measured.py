@@ -256,4 +256,6 @@ def test_a_calibration_of_one_node_does_not_plan_for_two(tmp_path: Path) -> None
     calibration = {**fields()["calibration"], "hosts": ["a"], "world_size": 2}
     load(tmp_path, calibration=calibration, nodes=1)
     with pytest.raises(ConfigError, match=r"links between nodes were not measured.*2 nodes"):
-        cluster_of(Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2", best_kernels=False, communicator_memory=None))
+        cluster_of(
+            Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2", best_kernels=False, communicator_memory=None)
+        )
