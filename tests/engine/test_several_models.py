@@ -115,3 +115,27 @@ def count_groups(ctx: RankContext) -> list[int]:
 def test_models_share_process_groups_of_the_same_role(ranks: RankPool) -> None:
     for one, two, with_another_scope in ranks(4, count_groups, ranks_per_node=2):
         assert two == one + 1 < with_another_scope  # all-reduces have a group of each model's own
+
+
+def _one_default_group_after_another(ctx: RankContext) -> list[tuple[Tensor, Tensor]]:
+    """Norms of parameters, and the plain ones, in two jobs of a process whose groups have other names."""
+    found = []
+    for job in range(2):
+        store = dist.FileStore(str(ctx.tmp_path / f"store-{job}"), ctx.world_size)
+        dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.world_size)
+        for _ in range(job):
+            dist.new_group([0, 1])  # as a script makes them: later groups get other numbers
+        model = models.mlp().build()
+        plain = torch.stack([parameter.detach().norm() for parameter in model.parameters()])
+        shard(model, ShardConfig.preset("mics", partition_size=2))
+        norms = torch.tensor([float(parameter.detach().norm()) for parameter in model.parameters()])
+        found.append((plain, norms))
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_operations_use_the_groups_of_the_present_default_group(ranks: RankPool) -> None:
+    for of_rank in ranks(4, _one_default_group_after_another, default_group=False):
+        for plain, sharded in of_rank:
+            torch.testing.assert_close(sharded, plain)
