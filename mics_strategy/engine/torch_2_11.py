@@ -5,6 +5,7 @@ torch 2.11 runs the operations of any DTensor by itself; torch 2.12 passes them 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes
-_BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)  # compute nothing of their inputs
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)  # nothing is computed of inputs
+_IN_PLACE = re.compile(r"\w*[a-z\d]_|__i\w+__|__setitem__")  # names of functions that write to their first argument
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch on a DTensor of our own class.
 
-    The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors.
+    The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors,
+    unless it writes to one of the class.
 
     Args:
         cls: The class.
@@ -32,15 +35,17 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
         kwargs: Its other arguments.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        is_attribute = func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS
-        if is_attribute or func in _BACKWARDS:
+        if func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS:  # of another attribute
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
-        if has_plain and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
-            return func(*args, **kwargs)
-        with _Operations(cls, run):
+        tracks = torch.is_grad_enabled()
+        if has_plain and tracks and func not in _BACKWARDS and any(tensor.requires_grad for tensor in tensors):
+            if not (_IN_PLACE.fullmatch(func.__name__) and isinstance(args[0], cls)):
+                args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
+                return func(*args, **kwargs)
+            tracks = args[0].requires_grad  # torch refuses to write to a parameter; a gradient gets the values alone
+        with torch.set_grad_enabled(tracks), _Operations(cls, run):
             return func(*args, **kwargs)
 
 

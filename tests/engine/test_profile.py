@@ -529,7 +529,7 @@ def in_torch_profiler(ctx: RankContext) -> set[str]:
     training = Training(ctx.rank)
     training.step()
     training.sharded.profile(steps=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         training.step()
     return {event.key for event in profiler.key_averages() if event.key.startswith("mics::")}
 
