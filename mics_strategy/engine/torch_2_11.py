@@ -25,7 +25,7 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
     """Run a function of torch on a DTensor of our own class.
 
     The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors,
-    unless it writes to one of the class.
+    unless it writes to one of the class. `where` makes a plain tensor of a number.
 
     Args:
         cls: The class.
@@ -38,7 +38,7 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
         if func.__name__ in ("__get__", "__set__") and func.__self__.__name__ not in _VIEWS:  # of another attribute
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
+        has_plain = func.__name__ == "where" or any(not isinstance(tensor, DTensor) for tensor in tensors)
         tracks = torch.is_grad_enabled()
         if has_plain and tracks and func not in _BACKWARDS and any(tensor.requires_grad for tensor in tensors):
             if not (_IN_PLACE.fullmatch(func.__name__) and isinstance(args[0], cls)):
