@@ -118,10 +118,17 @@ def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, caps
     assert capsys.readouterr().err.startswith(f"mics export: `{tmp_path / 'nowhere'}` does not exist. Pass the folder")
     (tmp_path / "step=2.ckpt").touch()
     assert main(["export", str(tmp_path / "step=2.ckpt"), str(tmp_path / "hf")]) == 1
-    assert "step=2.ckpt` is a file, not the folder of a sharded checkpoint. Pass" in capsys.readouterr().err
+    assert "step=2.ckpt` is a file, and this reads folders of sharded checkpoints. `torch" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "step=2.ckpt")]) == 1
+    assert "step=2.ckpt` is a file, and this reads folders" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
     message = f"mics export: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Pass the folder of a checkpoint"
     assert capsys.readouterr().err.startswith(message)
+    inner = tmp_path / "pytorch_model_fsdp_0"  # as `Accelerator.save_state` names it
+    inner.mkdir()
+    (inner / ".metadata").touch()
+    assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
+    assert f"it has no `.metadata`. Pass `{inner}`." in capsys.readouterr().err
 
 
 def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

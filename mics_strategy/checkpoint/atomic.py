@@ -198,8 +198,8 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: The folder or the manifest is missing, or the manifest is damaged.
     """
     file = path / NAME
-    if not path.exists():
-        raise CheckpointError(f"`{path}` does not exist. Pass the folder of a checkpoint.")
+    if not path.is_dir():
+        raise CheckpointError(f"`{path}` {why_no_folder(path)}.")
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -207,6 +207,16 @@ def read_manifest(path: Path) -> Manifest:
             f"`{path}` is not a finished checkpoint: `{NAME}` cannot be read ({error}). Pass the folder that holds it."
         ) from error
     return Manifest.from_json(text, str(file))
+
+
+def why_no_folder(path: Path) -> str:
+    """Say what a path is that is not a folder, and what to do."""
+    if not path.exists():
+        return "does not exist. Pass the folder of a checkpoint"
+    return (
+        "is a file, and this reads folders of sharded checkpoints. `torch.load` reads a full checkpoint, and `mics "
+        "export-hf RUN FOLDER` exports a recipe's"
+    )
 
 
 def write_manifest(draft: Path, manifest: Manifest) -> None:

@@ -109,9 +109,11 @@ class SafeReader(FileSystemReader):
             with file.open("rb") as opened:
                 metadata = _MetadataUnpickler(opened).load_unchanged()
         except (FileNotFoundError, NotADirectoryError):
-            problem = f"is not a checkpoint: it has no `{METADATA}`" if folder.exists() else "does not exist"
-            problem = "is a file, not the folder of a sharded checkpoint" if folder.is_file() else problem
-            raise CheckpointError(f"`{folder}` {problem}. Pass the folder of a checkpoint.") from None
+            if not folder.is_dir():
+                raise CheckpointError(f"`{folder}` {atomic.why_no_folder(folder)}.") from None
+            inner = sorted(file.parent.name for file in folder.glob(f"*/{METADATA}"))
+            remedy = f"Pass `{folder / inner[0]}`." if inner else "Pass the folder of a checkpoint."
+            raise CheckpointError(f"`{folder}` is not a checkpoint: it has no `{METADATA}`. {remedy}") from None
         except Exception as error:  # unpickling raises what the constructors of the classes raise
             raise CheckpointError(
                 f"`{file}` is not checkpoint metadata ({error}). It is damaged, or was changed to run code when it is "
