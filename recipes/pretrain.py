@@ -45,7 +45,7 @@ from .plan_advice import plan_advice
 from .ranks import start_ranks
 from .rates import Throughput
 from .report import ClosingReport
-from .resume import SaveOnSignal, checkpoint_to_resume, progress_callbacks
+from .resume import SaveOnSignal, check_same_model, checkpoint_to_resume, progress_callbacks
 from .run_inputs import RunInputs
 from .signals import SaveRequests
 from .strategy import build_strategy, is_ours
@@ -125,7 +125,10 @@ def _checked(recipe: Recipe) -> "tuple[Strategy | str, Path | None]":
 
         check_recipe(recipe)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    return strategy, checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
+    checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
+    if checkpoint is not None:
+        check_same_model(asdict(recipe.model), Path(recipe.trainer.output_dir))
+    return strategy, checkpoint
 
 
 def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:

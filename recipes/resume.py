@@ -7,6 +7,7 @@ another number of micro-batches, so that count is converted.
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from mics_strategy.lightning.framework import throttle_sigterm_check
 
 from .config import TrainerConfig
 from .errors import RecipeError
+from .plain_data import parse
 from .signals import Request, SaveRequests
 
 _FOLDER = "checkpoints"
+# Fields of `model` that a resumed run may change.
+_OF_NO_SHAPE = ("dropout", "activation_checkpointing", "compile", "meta_start")
 _SUFFIXES = {"lightning": ".ckpt", "accelerate": ".accelerate"}
 
 
@@ -167,6 +171,31 @@ def checkpoint_path(config: TrainerConfig, step: int) -> Path:
 def checkpoints_of(config: TrainerConfig) -> list[Path]:
     """Return the checkpoints in the output folder that the recipe's framework wrote, by step."""
     return sorted((Path(config.output_dir) / _FOLDER).glob(f"step=*{_SUFFIXES[config.framework]}"), key=step_of)
+
+
+def check_same_model(model: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to continue the run of a folder with a model of another shape, before the files of the run are replaced.
+
+    Args:
+        model: Block `model` of the recipe, as a mapping.
+        folder: Output folder of the run, whose config.yaml describes its model.
+
+    Raises:
+        RecipeError: The models differ.
+    """
+    file = folder / "config.yaml"
+    saved = parse(file.read_text(), f"`{file}`") if file.is_file() else None
+    block = saved.get("model") if isinstance(saved, Mapping) else None
+    if not isinstance(block, Mapping):  # of another rank, that writes it now
+        return
+    for name, value in model.items():
+        if name in _OF_NO_SHAPE or "auto" in (value, block.get(name, "auto")):
+            continue
+        if block[name] != value:
+            raise RecipeError(
+                f"`model.{name}={value}` was asked for, but the run in {folder} has {block[name]}. Continue it with "
+                f"`--model.{name}={block[name]}`, or choose another `--trainer.output_dir`."
+            )
 
 
 def checkpoint_to_resume(config: TrainerConfig, *, reads_folders: bool) -> Path | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import TrainerConfig
+from recipes.config import TrainerConfig, load_recipe
 from recipes.errors import RecipeError
+from recipes.pretrain import main
 from recipes.resume import checkpoint_path, checkpoint_to_resume, checkpoints_of
 from recipes.signals import Request, SaveRequests, resume_command
 from tests.ranks import RankContext, RankPool
@@ -37,6 +38,20 @@ def test_the_newest_checkpoint_is_continued(framework: str, tmp_path: Path):
     assert checkpoint_to_resume(config, reads_folders=True) == folder
     beginning = trainer(tmp_path, framework, resume="never", checkpoint_every_steps="never")
     assert checkpoint_to_resume(beginning, reads_folders=True) is None
+
+
+def test_another_model_is_refused_before_the_files_of_a_run_are_replaced(tmp_path: Path):
+    options = [f"--trainer.output_dir={tmp_path}", "--trainer.resume=auto", "--trainer.checkpoint_every_steps=10"]
+    recipe = load_recipe(["--config=recipes/llama/debug.yaml", *options], has_cuda=False)
+    (tmp_path / "config.yaml").write_text(recipe.to_yaml())
+    save(recipe.trainer, 5)
+    given = ["llama-debug", *options, "--dry-run"]
+    main([*given, "--model.activation_checkpointing=true"])  # which changes no shape
+    kept = (tmp_path / "config.yaml").read_text()
+    message = rf"`model.hidden_size=128` was asked for, but the run in {tmp_path} has 64.*`--model.hidden_size=64`"
+    with pytest.raises(SystemExit, match=message):
+        main([*given[:-1], "--model.hidden_size=128"])
+    assert (tmp_path / "config.yaml").read_text() == kept
 
 
 @pytest.mark.parametrize(("framework", "other"), [("lightning", "accelerate"), ("accelerate", "lightning")])
