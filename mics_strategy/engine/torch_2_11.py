@@ -62,4 +62,7 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         is_ours = any(isinstance(leaf, self._cls) for leaf in tree_leaves((args, kwargs)))
-        return self._run(func, args, kwargs or {}) if is_ours else func(*args, **(kwargs or {}))
+        if not is_ours:
+            return func(*args, **(kwargs or {}))
+        with self:  # which torch leaves for the call; what an operation is made of comes here, too
+            return self._run(func, args, kwargs or {})

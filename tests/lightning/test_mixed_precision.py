@@ -350,6 +350,9 @@ class WithDouble(Tagger):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        return super().forward(tokens, features).float()
+
 
 KEEP_DTYPES = [
     (WithBatchNorm(), "`model.norm` has fp32 running statistics"),
