@@ -17,7 +17,9 @@ from mics_strategy.engine.op_schema import tensors_in
 
 _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
-_MISTAKEN = (_aten.squeeze_copy.default,)  # by DTensor, which squeezes a dimension of which a rank has one row
+_MISTAKEN = [_aten.squeeze_copy.default]  # by DTensor, which squeezes a dimension of which a rank has one row
+if torch.__version__ < "2.12":
+    _MISTAKEN.append(_aten.squeeze.default)
 
 
 def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
