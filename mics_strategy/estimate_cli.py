@@ -28,7 +28,7 @@ from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model, model_names, recipe_hint
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import Cluster, is_cluster_file
 from mics_strategy.planner.memory import NOT_STATES, MicroBatch, Overheads, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
@@ -61,8 +61,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="a catalog name, a folder with config.json, a transformers model, or module:function"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="number of GPUs per node")
+    parser.add_argument("--nodes", type=int, default=None, help="number of nodes; default: the cluster file's, or 1")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=None, help="number of GPUs per node; default: --cluster's"
+    )
     parser.add_argument("--nodes-per-switch", type=int, default=0, help="nodes under one leaf switch; default: all")
     parser.add_argument("--preset", default="mics", help="mics, zero3, paro-iig, auto, ...; default: mics")
     parser.add_argument(
@@ -84,6 +86,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--communicator-memory", default="600 MB", help="of one communicator of NCCL; default: 600 MB")
     parser.add_argument("--memory", default=None, help="memory of a GPU, such as '80 GB', to compare with")
     parser.add_argument("--cluster", default=None, help="a cluster, by name or file, whose GPU's memory is compared")
+
+
+def _assumed(options: Namespace, config: ShardConfig) -> str:
+    """What the numbers hang on, stated or by default, since `mics plan` has other defaults."""
+    dtype = str(config.param_dtype_of(torch.float32)).removeprefix("torch.")
+    batch = ", activations not counted (--micro-batch)"
+    if options.micro_batch is not None:
+        batch = f", {options.micro_batch} x {options.seq_len or _DEFAULT_TOKENS} tokens"
+        batch += ", layers recomputed" if options.recompute else ", no recomputation"
+    return f"computed in {dtype} (--param-dtype), {options.state_bytes} bytes of optimizer states an element{batch}"
 
 
 def _scope(text: str) -> str | int:
@@ -120,8 +132,10 @@ def run(options: Namespace) -> int:
 
 
 def _lines(options: Namespace) -> Iterator[str]:
+    cluster = None if options.cluster is None else Cluster.of(options.cluster)
+    _fill_in(options, cluster)
     _check(options)
-    memory_bytes = _memory_bytes(options)
+    memory_bytes = _memory_bytes(options, cluster)
     fields = {field: getattr(options, name) for field, name in _FIELDS.items()}
     config = ShardConfig.of(options.preset, topology=_topology(options), **fields)
     if config.is_auto and options.cluster is not None:
@@ -135,15 +149,30 @@ def _lines(options: Namespace) -> Iterator[str]:
     )
     over = f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer}"
     yield f"{over} ranks"
+    yield _assumed(options, config)
     for purpose, num_bytes in rows.items():
         if num_bytes >= 5e5:  # omit rows that would be printed as 0.000
             yield f"  {purpose:<28}{num_bytes / 1e9:>9.3f} GB"
     total = sum(rows.values())
-    yield f"  {'total per rank':<28}{total / 1e9:>9.3f} GB" + ("" if options.micro_batch else ", plus activations")
+    without = "" if options.micro_batch else ", plus activations"
+    yield f"  {'total per rank':<28}{total / 1e9:>9.3f} GB{without}"
     if memory_bytes is not None:
         rest = memory_bytes - total
         verdict = "left" if rest >= 0 else "missing: shard over more ranks, or recompute"
         yield f"  {'of a GPU':<28}{memory_bytes / 1e9:>9.3f} GB, {abs(rest) / 1e9:.3f} GB {verdict}"
+
+
+def _fill_in(options: Namespace, cluster: Cluster | None) -> None:
+    """Take nodes and ranks that are not stated from the cluster: of a product, any number of nodes can be used."""
+    if options.nodes is None:
+        options.nodes = 1 if cluster is None or not is_cluster_file(options.cluster) else cluster.num_nodes
+    if options.ranks_per_node is None:
+        if cluster is None:
+            raise ConfigError(
+                "Neither `--ranks-per-node` nor `--cluster` was given, so the number of GPUs of a node is unknown. Add "
+                "for example `--ranks-per-node 8`."
+            )
+        options.ranks_per_node = cluster.ranks_per_node
 
 
 def _check(options: Namespace) -> None:
@@ -164,9 +193,9 @@ def _topology(options: Namespace) -> Topology:
     return Topology(ranks_per_node=options.ranks_per_node, nodes_per_switch=options.nodes_per_switch)
 
 
-def _memory_bytes(options: Namespace) -> int | None:
-    if options.cluster is not None:
-        return Cluster.of(options.cluster).device.memory_bytes
+def _memory_bytes(options: Namespace, cluster: Cluster | None) -> int | None:
+    if cluster is not None:
+        return cluster.device.memory_bytes
     return None if options.memory is None else round(parse_quantity(options.memory, Quantity.BYTES, "`--memory`"))
 
 

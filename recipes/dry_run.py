@@ -9,7 +9,7 @@ from .config import Recipe
 from .data.prepare import COMMAND, objective_of, store_folder
 from .memory import Machines, RankMemory, planned_machines, rank_memory
 from .models.build import num_parameters
-from .strategy import is_ours
+from .strategy import described, is_ours
 
 _STATES_BYTES = 8  # of AdamW's two moments, for each element
 
@@ -56,7 +56,7 @@ def _run(recipe: Recipe, machines: Machines, plan: BatchPlan) -> list[str]:
         f"{recipe.name}: {model.family}, {num_parameters(model, recipe.sample_size):,} parameters",
         f"planned for {machines.world_size} ranks, {machines.ranks_per_node} on a node (nodes: {machines.num_nodes}); "
         f"the recipe is meant for {recipe.cluster.name}",
-        f"strategy {recipe.strategy.name}, {trainer.precision}, {trainer.framework}",
+        f"strategy {described(recipe.strategy)}, {trainer.precision}, {trainer.framework}",
         str(plan),
         f"{trainer.max_steps:,} steps: {amount}",
         f"validates {validates}; checkpoints {saves}; results in {trainer.output_dir}",

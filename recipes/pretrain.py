@@ -48,7 +48,7 @@ from .report import ClosingReport
 from .resume import SaveOnSignal, check_same_model, checkpoint_to_resume, progress_callbacks
 from .run_inputs import RunInputs
 from .signals import SaveRequests
-from .strategy import build_strategy, is_ours
+from .strategy import build_strategy, described, is_ours
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -150,7 +150,7 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     requests = SaveRequests(saves=recipe.trainer.checkpoint_every_steps != "never")
     requests.install()
     if _is_first_process():
-        _announce(recipe, plan, data, is_new=checkpoint is None)
+        _announce(recipe, plan, data, checkpoint)
     folder = Path(recipe.trainer.output_dir)
     loggers = Loggers(recipe.trainer.loggers, folder, recipe.name, asdict(recipe))
     metrics = MetricsLog(_run_facts(recipe, plan, data), loggers)
@@ -257,13 +257,13 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
     )
 
 
-def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bool) -> None:
+def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, checkpoint: Path | None) -> None:
     """Say what will happen, and keep the resolved recipe beside its results."""
     output_dir = Path(recipe.trainer.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
     write_environment(output_dir, recipe, plan.world_size)
-    if is_new:
+    if checkpoint is None:
         for name in (JSONL, CSV):
             (output_dir / name).unlink(missing_ok=True)
     if data.tokenizer is not None:
@@ -272,14 +272,25 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bo
     epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [
         f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
-        f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
+        f"strategy {described(recipe.strategy)}, {plan.world_size} ranks, {recipe.trainer.precision}",
         f"data: {data.origin}",
         f"batch: {plan}",
         f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; results in {output_dir}",
+        _checkpoints(recipe.trainer),
     ]
+    if checkpoint is not None:
+        lines.append(f"continues {checkpoint}")
     if data.floor_nats and not recipe.model.is_masked:
         lines.append(f"no model can reach a loss below {data.floor_nats:.3f} on this text")
     print("\n".join([*lines, f"starting {plan.world_size} ranks ..."]), flush=True)
+
+
+def _checkpoints(config: TrainerConfig) -> str:
+    if config.checkpoint_every_steps == "never":
+        return (
+            "checkpoints: none, so that a run that is stopped is lost; `--trainer.checkpoint_every_steps=100` keeps it"
+        )
+    return f"checkpoints: every {config.checkpoint_every_steps} steps, and when the run is stopped"
 
 
 def _is_first_process() -> bool:

@@ -116,8 +116,8 @@ class SaveRequests:
         if not self.saves:
             end = "the run goes on" if request is Request.SAVE else "the run ends"
             return (
-                f"{_NAMES[request]}: nothing is saved, because of `trainer.checkpoint_every_steps=never`; {end} after "
-                f"step {step}"
+                f"{_NAMES[request]}: nothing is saved, because of `trainer.checkpoint_every_steps=never` (a number of "
+                f"steps would save); {end} after step {step}"
             )
         if request is Request.SAVE:
             return f"{_NAMES[request]}: checkpoint after step {step}"

@@ -90,6 +90,12 @@ def shard_config(config: StrategyConfig) -> ShardConfig:
     return ShardConfig.preset(config.name.removeprefix("mics_"), **fields)
 
 
+def described(config: StrategyConfig) -> str:
+    """Return the name of a strategy, with the fields that the recipe sets on top of it."""
+    fields = ", ".join(f"{name}={value}" for name, value in config.shard.items()) if is_ours(config) else ""
+    return f"{config.name} ({fields})" if fields else config.name
+
+
 def is_ours(config: StrategyConfig) -> bool:
     """Say whether the name belongs to this project."""
     return config.name == "mics" or config.name.startswith("mics_")

@@ -163,12 +163,15 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
     LlamaConfig(vocab_size=32000, **sizes).save_pretrained(tmp_path)
     command = ["estimate", str(tmp_path), "--nodes", "4", "--ranks-per-node", "8", "--param-dtype", "bfloat16"]
     assert main(command) == 0
-    first, scopes, *rows = capsys.readouterr().out.splitlines()
+    first, scopes, assumed, *rows = capsys.readouterr().out.splitlines()
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert first == f"LlamaForCausalLM, {numel / 1e9:.3f} B parameters in 7 units, on 32 ranks"
     assert scopes == "parameters over 8, gradients over 8, optimizer states over 8 ranks"
+    assert assumed.startswith(
+        "computed in bfloat16 (--param-dtype), 8 bytes of optimizer states an element, activations"
+    )
     gigabytes = {row[:30].strip(): float(row[30:].split()[0]) for row in rows}
     assert gigabytes["master shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)
     assert gigabytes["optimizer states"] == pytest.approx(8 * numel / 8 / 1e9, rel=0.01)
@@ -176,7 +179,7 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
 
 
 def rows_of(text: str) -> dict[str, float]:
-    return {row[:30].strip(): float(row[30:].split()[0]) for row in text.splitlines()[2:]}
+    return {row[:30].strip(): float(row[30:].split()[0]) for row in text.splitlines()[3:]}
 
 
 def test_estimate_counts_activations_and_takes_any_scopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,9 +250,26 @@ def test_estimate_of_a_function_of_a_module(capsys: pytest.CaptureFixture[str]) 
     assert "names no function" in capsys.readouterr().err
 
 
+def test_estimate_takes_nodes_and_ranks_from_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("{like: dgx-a100, nodes: 3}")
+    options = ["--micro-batch", "2", "--seq-len", "128", "--param-dtype", "bfloat16"]
+    for cluster, stated, ranks in (
+        (str(file), [], 24),
+        (str(file), ["--nodes", "2"], 16),
+        (str(file), ["--ranks-per-node", "4"], 12),
+        ("dgx-a100", [], 8),
+    ):
+        assert main(["estimate", "llama-7b", "--cluster", cluster, *stated, *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith(f"on {ranks} ranks")
+        assert lines[2].startswith("computed in bfloat16 (--param-dtype), 8 bytes of optimizer states an element, 2 x")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["llama-7b", "--nodes", "2"], "the number of GPUs of a node is unknown. Add for example `--ranks-per-node 8`"),
         (["llama-7b", "--ranks-per-node", "8", "--preset", "auto"], "Give `--memory"),
         (["llama-7b", "--ranks-per-node", "8", "--memory", "10 GB"], "does not fit into the 10 GB of a rank"),
         (

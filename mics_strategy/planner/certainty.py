@@ -30,16 +30,19 @@ class Certainty:
         """Share of a step by which another prediction may differ without being another answer."""
         return self.most if self.most < 1 else self.half
 
-    def text(self) -> str:
-        """The errors as a sentence."""
+    def text(self, step_s: float) -> str:
+        """What to expect of a step that is predicted to take `step_s` seconds, and why, as a sentence."""
         if self.waiting_below < 1:
+            least_s, most_s = step_s * (1 - self.most), step_s * (1 + self.most)
             return (
-                f"uncertain by {self.most:.0%}: 8 in 10 of {self.runs} public runs that wait less than "
-                f"{self.waiting_below:.0%} of a step were predicted as closely"
+                f"expect {least_s:.3g} to {most_s:.3g} s: 8 in 10 of {self.runs} public runs that wait less "
+                f"than {self.waiting_below:.0%} of a step were predicted within {self.most:.0%}"
             )
+        least_s, most_s = step_s * (1 - self.half), step_s * (1 + self.half)
         return (
-            f"uncertain by {self.half:.0%} or more: half of {self.runs} public runs that wait as long were predicted "
-            f"as closely, and 2 in 10 took over {1 + self.most:.0f} times as long"
+            f"expect {least_s:.3g} to {most_s:.3g} s, or over {step_s * (1 + self.most):.3g} s: half of {self.runs} "
+            f"public runs that wait as long were predicted within {self.half:.0%}, and 2 in 10 took over "
+            f"{1 + self.most:.0f} times as long"
         )
 
 

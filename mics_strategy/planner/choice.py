@@ -269,23 +269,27 @@ def _sections(choice: Choice) -> Iterator[Section]:
     solution = choice.solution
     yield Section(lines=tuple(step_lines(choice.step)))
     header = ("P/G/OS", "secondary", "codecs", "micro-batch", "recompute", "step s", "GB")
-    counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
-    is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
-    interval = f"{choice.step.certainty.interval:.0%}"
-    legend = [f"~: within {interval} of the choice, so that it may be the faster one."] if is_any_near else []
+    counts = f"Of {len(solution.fitting) + len(solution.too_large):,} points {len(solution.fitting):,} fit."
+    if solution.gap >= 5e-4:
+        counts += f" One that was not simulated could be {solution.gap:.1%} faster at most."
     yield Section(
         title="Fastest step by memory",
         rows=(header, *(_point_row(point, choice.step) for point in solution.frontier)),
         num_left=3,
-        lines=(f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.", *legend),
+        lines=(counts,),
     )
+    is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
+    interval = f"{choice.step.certainty.interval:.0%}"
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
     rows = [
         (name, *_point_row(point, choice.step), reasons_of.get(id(point), "chosen"))
         for name, point in fastest_of_systems(choice)
     ]
     yield Section(
-        title="Published systems, with a node as partition", rows=(("preset", *header, "reason"), *rows), num_left=4
+        title="Published systems, with a node as partition",
+        rows=(("preset", *header, "reason"), *rows),
+        num_left=4,
+        lines=(f"~: within {interval} of the choice, so that it may be the faster one.",) if is_any_near else (),
     )
 
 
@@ -317,7 +321,7 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
     )
     yield (
-        f"{job.num_micro_steps} micro-steps of {job.micro_batch} samples"
+        f"{_counted(job.num_micro_steps, 'micro-step')} of {_counted(job.micro_batch, 'sample')}"
         f"{', layers recomputed' if job.recompute else ''}"
     )
     yield (
@@ -325,18 +329,26 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"{step.tokens_per_s:,.0f} {'tokens' if tokens > 1 else 'samples'}/s, {step.tokens_per_s_per_rank:,.0f} per "
         f"rank, {step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
     )
-    yield step.certainty.text()
+    yield step.certainty.text(step.step_s)
     device = job.cluster.device
     if device.sustained_efficiency < 1:
         yield f"kernels at {device.sustained_efficiency:.0%} of their best speed: {device.sustained_source}"
     if job.cluster.assumed:
         yield f"assumed as in the catalog, as the cluster's file does not state it: {', '.join(job.cluster.assumed)}"
-    sent = ", ".join(f"{axis} {num_bytes / 1e9:.3g} GB" for axis, num_bytes in step.sent_bytes.items())
+    sent = ", ".join(f"{axis} {_size(num_bytes)}" for axis, num_bytes in step.sent_bytes.items())
     yield f"sent by one rank: {sent or 'nothing'}"
     kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {num_bytes / 1e9:.1f}" for kind, num_bytes in kinds if num_bytes >= 5e7)
     limit_gb = job.cluster.device.memory_bytes / 1e9
     yield f"memory {memory.total_bytes / 1e9:.1f} of {limit_gb:.1f} GB: {parts}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e3:.3g} kB"
 
 
 def _point_row(point: Point, chosen: SimulatedStep) -> tuple[str, ...]:

@@ -292,9 +292,7 @@ class Cluster:
         Raises:
             ConfigError: There is no such file or cluster, or the file states a field wrongly.
         """
-        path = Path(source)
-        is_file = path.suffix in FILE_SUFFIXES or path.is_file()
-        return cls.load(path) if is_file else cls.preset(source)
+        return cls.load(source) if is_cluster_file(source) else cls.preset(source)
 
     def with_nodes(self, num_nodes: int) -> Cluster:
         """The same cluster with another number of nodes."""
@@ -331,6 +329,11 @@ class Cluster:
         """Efficiencies that the file does not state, as text."""
         links = (self.intra_node, self.inter_node, self.inter_switch)
         return (*self.device.assumed, *(link.assumed for link in links if link is not None and link.assumed))
+
+
+def is_cluster_file(source: str) -> bool:
+    """Whether it is the path of a cluster's file, not the name of a product."""
+    return Path(source).suffix in FILE_SUFFIXES or Path(source).is_file()
 
 
 def _is_factor(value: Any) -> bool:

@@ -64,12 +64,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: str) -> Section:
-    rows: list[tuple[str, ...]] = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s", "GB")]
+    rows: list[tuple[str, ...]] = [("change", "set", "speed", "P/G/OS", "micro-batch", "recompute", "step s", "GB")]
     lines = [*notes]
     for upgrade in upgraded:
         speedup = upgrade.speedup(chosen)
         if upgrade.choice is None or speedup is None:
-            rows.append((upgrade.name, *[""] * 6))
+            rows.append((upgrade.name, *[""] * 7))
             lines.append(f"{upgrade.name}: {upgrade.reason}")
             continue
         step = upgrade.choice.step
@@ -77,6 +77,7 @@ def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: st
         rows.append(
             (
                 upgrade.name,
+                upgrade.setting,
                 f"{speedup:.2f}x",
                 f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
                 str(step.job.micro_batch),
@@ -85,12 +86,16 @@ def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: st
                 f"{step.memory.total_bytes / 1e9:.1f}",
             )
         )
-    return Section(title=title, rows=tuple(rows), num_left=1, lines=tuple(lines))
+    num_left = 2
+    if not any(upgrade.setting for upgrade in upgraded):
+        rows, num_left = [(name, *others) for name, _, *others in rows], 1
+    return Section(title=title, rows=tuple(rows), num_left=num_left, lines=tuple(lines))
 
 
 def _upgrade_json(upgrade: Upgrade, chosen: Choice) -> dict[str, Any]:
     return {
         "change": upgrade.name,
+        "setting": upgrade.setting,
         "speedup": upgrade.speedup(chosen),
         "chosen": None if upgrade.choice is None else step_json(upgrade.choice.step),
         "reason": upgrade.reason,

@@ -11,14 +11,13 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.planner.calibration import calibration_warnings
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import Cluster, is_cluster_file
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_sources import ModelSource
 from mics_strategy.planner.quantities import Quantity, parse_quantity
@@ -81,9 +80,8 @@ def cluster_of(options: Namespace) -> Cluster:
 
 def _named_cluster(options: Namespace) -> Cluster:
     nodes = None if options.nodes is None else count("--nodes", options.nodes)
-    path = Path(options.cluster)
-    if path.suffix in (".toml", ".json", ".yaml", ".yml") or path.is_file():
-        cluster = Cluster.load(path)
+    if is_cluster_file(options.cluster):
+        cluster = Cluster.load(options.cluster)
         cluster = cluster if nodes is None else cluster.with_nodes(nodes)
         for warning in calibration_warnings(cluster, datetime.date.today(), torch.__version__):
             print(f"mics: {warning}", file=sys.stderr)

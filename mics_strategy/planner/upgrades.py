@@ -22,8 +22,6 @@ from mics_strategy.planner.space import Space
 from mics_strategy.planner.workload import Workload
 
 FACTOR = 2  # by which each of the three grows
-
-
 _INT8_STATE_BYTES = 2  # of an element: two moments of Adam in 8 bits each
 
 
@@ -33,11 +31,13 @@ class Upgrade:
 
     Attributes:
         name: Name of the change.
+        setting: What makes it in a training; empty for a change of the cluster.
         choice: Answer of the planner; None where there is none.
         reason: Reason why there is none; empty where there is one.
     """
 
     name: str
+    setting: str = ""
     choice: Choice | None = None
     reason: str = ""
 
@@ -76,11 +76,12 @@ def concessions(choice: Choice, space: Space) -> tuple[Upgrade, ...]:
     scopes = [job.scopes, *(point.job.scopes for _, point in fastest_of_systems(choice))]
     degrees = frozenset((s.params, s.grads, s.optimizer) for s in scopes)
     found = []
-    for name, changes, codecs in _concessions(choice, space):
+    for name, setting, changes, codecs in _concessions(choice, space):
         workload = dataclasses.replace(job.workload, **changes)
         tried = dataclasses.replace(space, codecs=codecs, degrees=degrees)
         try:
-            found.append(Upgrade(name=name, choice=plan(workload, job.cluster, tried, is_brief=True)))
+            brief = plan(workload, job.cluster, tried, is_brief=True)
+            found.append(Upgrade(name=name, setting=setting, choice=brief))
         except NoFeasiblePlan:  # the chosen scopes fit, but for a codec's buffers
             continue
     helpful = [upgrade for upgrade in found if (upgrade.speedup(choice) or 0.0) > least_factor]
@@ -90,17 +91,19 @@ def concessions(choice: Choice, space: Space) -> tuple[Upgrade, ...]:
 _Codecs = tuple[tuple[str | Codec, str | Codec], ...]
 
 
-def _concessions(choice: Choice, space: Space) -> Iterator[tuple[str, dict[str, Any], _Codecs]]:
-    """Names, changes of the workload, and pairs of codecs."""
+def _concessions(choice: Choice, space: Space) -> Iterator[tuple[str, str, dict[str, Any], _Codecs]]:
+    """Names, settings, changes of the workload, and pairs of codecs."""
     workload = choice.step.job.workload
     if space.codecs == (("none", "none"),):
-        yield "gradients sent in INT8", {}, (("none", "int8"),)
-        yield "parameters and gradients sent in INT8", {}, (("int8", "int8"),)
+        yield "gradients sent in INT8", 'grad_codec="int8"', {}, (("none", "int8"),)
+        both = "parameters and gradients sent in INT8"
+        yield both, 'weight_codec="int8", grad_codec="int8"', {}, (("int8", "int8"),)
     if workload.reduce_dtype == "float32":
-        yield "gradients sent and added in bfloat16", {"reduce_dtype": "bfloat16"}, space.codecs
+        changes: dict[str, Any] = {"reduce_dtype": "bfloat16"}
+        yield "gradients sent and added in bfloat16", 'reduce_dtype="bfloat16"', changes, space.codecs
     if workload.optimizer_state_bytes > _INT8_STATE_BYTES:
         changes = {"optimizer_state_bytes": _INT8_STATE_BYTES}
-        yield "Adam with states of 8 bits", changes, space.codecs
+        yield "Adam with states of 8 bits", "torchao.optim.AdamW8bit", changes, space.codecs
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Callable[[], Cluster]]]:

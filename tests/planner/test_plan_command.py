@@ -105,10 +105,12 @@ def test_tokens_with_a_prefix_are_binary_where_ranks_divide_them(tokens: str, sa
 def test_what_to_give_up_is_said_without_being_asked(capsys: pytest.CaptureFixture[str]) -> None:
     slow = ["--cluster", "g5.48xlarge", "--nodes", "4", "--model", "bert-1.5b", "--seq-len", "128"]
     answer = run(capsys, "plan", *slow, "--global-batch", "256")
-    assert "gradients sent in INT8" in [change["change"] for change in answer["give_up"]]
+    settings = {change["change"]: change["setting"] for change in answer["give_up"]}
+    assert settings["gradients sent in INT8"] == 'grad_codec="int8"'
     assert main(["plan", *slow, "--global-batch", "256"]) == 0
     text = capsys.readouterr().out
     assert "What to give up" in text
+    assert 'grad_codec="int8"' in text
     assert "These change the arithmetic of the training" in text
 
 

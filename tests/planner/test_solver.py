@@ -94,7 +94,7 @@ def test_points_as_fast_as_predictions_are_sure_are_marked() -> None:
     for row in rows:
         is_near = row["step_s"] is not None and row["step_s"] <= choice.step.step_s * (1 + interval)
         assert row["is_within"] == is_near
-    assert f"uncertain by {interval:.0%}" in choice.table()
+    assert f"were predicted within {interval:.0%}" in choice.table()
     chosen, second = choice.solution.frontier
     assert f"no   {chosen.step_s:.4g}" in choice.table()
     assert f"no  ~{second.step_s:.4g}" in choice.table()
@@ -104,7 +104,7 @@ def test_points_as_fast_as_predictions_are_sure_are_marked() -> None:
 def test_steps_that_wait_longer_are_less_certain(waiting: float, index: int) -> None:
     assert certainty(waiting) is CERTAINTIES[index]
     assert [kind.half for kind in CERTAINTIES] == sorted(kind.half for kind in CERTAINTIES)
-    assert "took over 3 times as long" in CERTAINTIES[-1].text()
+    assert "took over 3 times as long" in CERTAINTIES[-1].text(1.0)
 
 
 def test_a_choice_that_another_latency_turns_says_so() -> None:

@@ -109,5 +109,9 @@ def test_a_plan_for_other_machines_says_what_a_run_here_would_be_refused_for(
     assert "planned for 16 ranks, 8 on a node (nodes: 2); the recipe is meant for AMSP: A800 80 GB, 16 nodes" in report
 
 
+def test_the_strategy_is_told_with_the_fields_that_the_recipe_sets():
+    assert "strategy mics (partition_size=8, params=replicate, grads=replicate), " in dry_run(load("llama-7b"))
+
+
 def test_other_strategies_have_no_plan():
     assert "`strategy.name=ddp` is not planned by this project" in dry_run(load("llama-demo", "--strategy.name=ddp"))

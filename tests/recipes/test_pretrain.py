@@ -82,6 +82,8 @@ def test_a_run_says_what_it_does_once_and_without_warnings(
     for words in (
         "4 micro batch x 2 accumulation x 2 ranks = 16 sequences x 64 tokens = 1,024 tokens",
         "no files read",
+        "strategy ddp, 2 ranks",
+        "checkpoints: every 25 steps, and when the run is stopped",
         "validation loss",
         "tok/s",
         "Loss █",
@@ -102,6 +104,7 @@ def test_a_run_continues_on_another_number_of_ranks(
     options = (f"--trainer.max_steps={STEPS}", "--trainer.log_every_steps=5", "--trainer.resume=auto")
     result = run(repository, cache_dir, tmp_path, "--trainer.devices=1", *options)
     assert result.returncode == 0, result.stderr
+    assert f"continues {tmp_path / 'checkpoints' / f'step={SAVED_AT}.ckpt'}" in result.stdout
     resumed, whole = losses(tmp_path), losses(output_dir)
     assert sorted(resumed) == [SAVED_AT + 1, 30, 35, 40]
     assert [resumed[35], resumed[40]] == pytest.approx([whole[35], whole[40]], abs=1e-4)

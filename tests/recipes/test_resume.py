@@ -129,7 +129,7 @@ def test_the_lines_say_what_was_done_and_how_to_continue():
     line = saving.describe(Request.STOP, 7, arguments)
     assert line.endswith("Continue with: mics pretrain '--config=my runs/a.yaml' --ci --trainer.resume=auto")
     assert "nothing is saved" in silent.describe(Request.STOP, 7, arguments)
-    assert "`trainer.checkpoint_every_steps=never`; the run goes on" in silent.describe(Request.SAVE, 7)
+    assert "(a number of steps would save); the run goes on" in silent.describe(Request.SAVE, 7)
     assert resume_command(["llama-7b"]) == "mics pretrain llama-7b --trainer.resume=auto"
     assert resume_command(["a.yaml", "--trainer.resume", "never", "--ci"]) == (
         "mics pretrain a.yaml --ci --trainer.resume=auto"

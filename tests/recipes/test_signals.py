@@ -161,5 +161,6 @@ def test_a_signal_to_a_run_without_checkpoints_is_answered(repository: Path, cac
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
+    assert "checkpoints: none, so that a run that is stopped is lost" in output
     assert "SIGTERM: nothing is saved, because of `trainer.checkpoint_every_steps=never`" in output
     assert not (tmp_path / "checkpoints").exists()
