@@ -68,9 +68,15 @@ def base_of(tensor: ExactDTensor) -> ExactDTensor:
 
 
 def version_of(tensor: ExactDTensor) -> tuple[int, int]:
-    """Numbers that grow when a tensor is written to."""
+    """Numbers that grow when a tensor is written to.
+
+    An optimizer writes to this rank's part of its states, which torch counts there alone.
+    """
     number = 0 if tensor.is_inference() else tensor._version
-    return number, 0 if tensor.mics_memory is None else tensor.mics_memory.writes.num
+    if tensor.mics_memory is not None:
+        return number, tensor.mics_memory.writes.num
+    local = tensor._local_tensor
+    return number, 0 if local.is_inference() else local._version
 
 
 def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
