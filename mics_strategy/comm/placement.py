@@ -213,17 +213,17 @@ def record_alike(tensor: DTensor, label: str, *, on_replicas: bool) -> None:
         call_watch(dist.get_rank()).records.record(label, _ranks(tensor.device_mesh, dims), is_ordered=False)
 
 
-def compare_value(value: torch.Tensor, like: DTensor, origin: str) -> None:
-    """Let the next step compare what becomes part of shards, of which each rank has its own rows. Sends nothing.
+def compare_value(value: torch.Tensor, device: torch.device, origin: str) -> None:
+    """Let the next step compare what must be the same on all ranks. Sends nothing.
 
     Args:
         value: Digest of a plain tensor, an int64 scalar.
-        like: A tensor of the model.
-        origin: Origin of what it becomes part of; see `engine.origins`.
+        device: Device of the model.
+        origin: Name of the tensor, or origin of what it becomes part of; see `engine.origins`.
     """
     if dist.is_initialized():
         factor = 2 * zlib.crc32(origin.encode()) + 1
-        call_watch(dist.get_rank()).records.compare(factor * value.to(like.device, non_blocking=True))
+        call_watch(dist.get_rank()).records.compare(factor * value.to(device, non_blocking=True))
 
 
 def _ranks(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:

@@ -6,7 +6,8 @@ that follows one with synchronized gradients (as `DistributedDataParallel` with 
 ``no_sync``), and before the model is evaluated or saved.
 
 Where parameters are not sharded, ranks may run different forwards. Their only common event is that gradients become
-final, once per optimizer step. There rank 0 broadcasts the buffers in that event.
+final, once per optimizer step. There rank 0 broadcasts the buffers in that event. What a script writes to them between
+it and the next forward must be the same on all ranks; the next step compares it.
 
 One broadcast sends all buffers that may have changed. torch does not count writes by kernels and through ``.data``, so
 every small buffer is sent. Large ones (masks, tables) are compared with the values last sent, and one small all-reduce
@@ -33,11 +34,13 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.consensus import Rendezvous, gather_objects
 from mics_strategy.comm.control import ControlGroup, as_dense
+from mics_strategy.comm.placement import compare_value
 from mics_strategy.comm.transport import timeout_of
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.lifecycle import UnitPhase
 from mics_strategy.engine.step import Engine
 from mics_strategy.engine.storage_guard import explain_refusal
+from mics_strategy.engine.tensor_memory import digest_of_places
 from mics_strategy.errors import ConfigError, LifecycleError
 
 LARGE_BYTES = 1 << 16  # size from which a buffer is compared before it is sent
@@ -149,6 +152,7 @@ class ModuleBuffers:
         self._is_sync_due = True  # before the first training forward, and after one with synchronized gradients
         self._may_differ = True  # before the first synchronization, and after every training forward
         self._last_sent: dict[str, torch.Tensor] = {}  # values of large buffers when they were last sent
+        self._received: dict[str, tuple[torch.Tensor, int]] = {}  # and versions after the last broadcast
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
         self._rendezvous = Rendezvous(f"buffers/{context.groups.resources.number}")
         self._agreed = agreed_specs(gather_objects(buffer_specs(model)))
@@ -164,9 +168,12 @@ class ModuleBuffers:
             return
         if not self._model.training:
             self.synchronize()
+            self._received.clear()  # DDP has no broadcast either, before the forward that follows
             return
         if self._syncs_with_forwards and self._is_sync_due:
             self.synchronize()
+        if self._syncs_with_gradients and self._is_sync_due and not self._may_differ:
+            self._compare_written()
         self._may_differ = True
         self._is_sync_due = torch.is_grad_enabled() and not self._is_deferring
 
@@ -175,6 +182,13 @@ class ModuleBuffers:
         self._may_differ = True
         if self._syncs_with_gradients and not self._is_deferring:
             self.synchronize()
+
+    def _compare_written(self) -> None:
+        """Let the next step compare the buffers that were written to since their broadcast. Sends nothing."""
+        for name, (_, buffer) in _dense_buffers(self._model).items() if self._received else ():
+            received, version = self._received.get(name, (buffer, _version(buffer)))
+            if received is not buffer or version != _version(buffer):
+                compare_value(digest_of_places(buffer.contiguous()), self._device, name)
 
     @property
     def _is_deferring(self) -> bool:
@@ -199,6 +213,8 @@ class ModuleBuffers:
                 # Inference tensors may be written in inference mode only, and have no version.
                 with torch.inference_mode(), _unsafe_preserve_version_counter(versioned):
                     self._broadcast_values(buffers, control)
+                if self._syncs_with_gradients:
+                    self._received = {name: (buffer, _version(buffer)) for name, buffer in buffers.items()}
         self._may_differ = False
 
     def _agree(self, found: dict[str, tuple[BufferSpec, torch.Tensor]]) -> None:
@@ -272,6 +288,10 @@ class ModuleBuffers:
         changed = torch.stack([_differs(buffers.get(name), self._last_sent.get(name), self._device) for name in large])
         flags = control.all_reduce_scalar(changed.view(torch.uint8), is_max=True).tolist()  # the host waits here
         return [name for name, flag in zip(large, flags, strict=True) if not flag]
+
+
+def _version(buffer: torch.Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _is_persistent(*specs: BufferSpec | None) -> bool:

@@ -94,7 +94,7 @@ class ShardedParameter(ExactDTensor):
         if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             if is_sharded(self) and not isinstance(value, DTensor):
-                compare_value(digest_of_places(whole), self, self.mics_origin)
+                compare_value(digest_of_places(whole), self.device, self.mics_origin)
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
         if value.shape != self.shape or value.dtype != self.dtype:
             self.raw_grad = value  # torch refuses it, before anything is cleared

@@ -262,7 +262,8 @@ class ReplicaCheck:
                     )
         return (
             "Ranks wrote different values into sharded tensors, or in a forward into a parameter, or computed with "
-            "different plain scalars on them, and each has its own rows of the result. Go back to the last checkpoint, "
-            "and let all ranks use the same values (an all-reduced statistic, or a buffer), or compute on "
+            "different plain scalars on them, and each has its own rows of the result; or a buffer was written to "
+            "after a step. Go back to the last checkpoint, and let all ranks use the same values (an all-reduced "
+            "statistic, or a buffer that is written to before `optimizer.step()`), or compute on "
             "`parameter.full_tensor()`."
         )

@@ -244,4 +244,4 @@ def compare_values(plain: list[torch.Tensor], like: ExactDTensor, origin: str) -
     """Let the next step compare plain tensors that become part of shards. See `comm.placement.compare_value`."""
     for tensor in plain:
         if tensor.layout is torch.strided:
-            compare_value(digest_of_places(tensor), like, origin)
+            compare_value(digest_of_places(tensor), like.device, origin)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -187,6 +188,63 @@ def test_ranks_that_run_different_forwards_do_not_wait(ranks: RankPool, preset: 
     first, second = ranks(2, of_different_length, preset, timeout_s=20.0)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+class Centred(nn.Module):
+    """Subtracts a centre, which the loop moves after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x) - self.centre
+
+
+def centred(ctx: RankContext, preset: str, is_common: bool, replaces: bool) -> tuple[dict[str, Tensor], ...]:
+    """Contents after training, here and under DDP."""
+    found = []
+    for is_ours in (True, False):
+        torch.manual_seed(5)
+        model = Centred()
+        call: nn.Module = model
+        if is_ours:
+            shard(model, preset)
+        else:
+            call = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            output = call(batch(ctx.rank, step))
+            output.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            centre = torch.full((4,), float(step)) if is_common else output.detach().mean(0)
+            if replaces:
+                model.centre = 0.5 * model.centre + centre
+            else:
+                model.centre.mul_(0.5).add_(centre)
+        found.append({name: DTensor.full_tensor(p.detach()) if is_ours else p for name, p in model.named_parameters()})
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("preset", "replaces"), [("ddp", False), ("zero1", True), ("zero3", False)])
+def test_what_all_ranks_write_to_a_buffer_after_a_step_is_in_the_next_forward(
+    ranks: RankPool, preset: str, replaces: bool
+) -> None:
+    for ours, expected in ranks(2, centred, preset, True, replaces):
+        torch.testing.assert_close(ours, dict(expected))
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_another_write_of_each_rank_to_a_buffer_after_a_step_is_rank_0s_or_refused(
+    ranks: RankPool, replaces: bool
+) -> None:
+    for ours, expected in ranks(2, centred, "zero3", False, replaces):
+        torch.testing.assert_close(ours, dict(expected))
+    raises_on_every_rank(
+        lambda: ranks(2, centred, "zero1", False, replaces), LifecycleError, "a buffer was written to after a step"
+    )
 
 
 class Caching(nn.Module):
