@@ -153,6 +153,8 @@ class ExactDTensor(PythonValues, DTensor):
             grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
         """
         self.mics_before_read()
+        if self.mics_is_own:
+            return self._local_tensor
         if not (torch.is_grad_enabled() and self.requires_grad):
             return gather(self)
         if grad_placements is not None:
@@ -391,6 +393,7 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like
 
     Every rank computes the same result, on replicas of `like`'s mesh.
     """
+    gathered_views.check_strides(func, args[0])
     wholes = Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None

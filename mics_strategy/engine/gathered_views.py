@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from mics_strategy.comm.placement import full_tensor
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine.origins import origin_now
+from mics_strategy.errors import LifecycleError
 
 ExactDTensor: TypeAlias = Any  # whose module imports this one
+_GIVEN_STRIDES = [getattr(torch.ops.aten, f"as_strided{end}").default for end in ("", "_copy", "_scatter")]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -94,6 +96,20 @@ def gather(tensor: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Collective."""
     check_not_forked()
     return full_tensor(tensor, origin_now(tensor))
+
+
+def check_strides(func: Any, tensor: Any) -> None:
+    """Refuse an operation that is told strides in the memory of a tensor, whose gathered values have other ones.
+
+    Raises:
+        LifecycleError: The tensor is a transposed one, or columns of one.
+    """
+    if func in _GIVEN_STRIDES and tensor.mics_gathered is None and not tensor.is_contiguous():
+        raise LifecycleError(
+            f"`{func._schema.name}` (also of `fill_diagonal_`) on columns or the transpose of a sharded tensor would "
+            "touch other elements. Use another operation (`tensor.diagonal().fill_(value)`), or apply it to a copy: "
+            "`tensor.full_tensor()`."
+        )
 
 
 class Wholes:

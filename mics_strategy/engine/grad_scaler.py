@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from mics_strategy.engine.tensor_memory import count_writes
+
 
 def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
@@ -16,6 +18,7 @@ def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: t
     """
     run = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     run([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    count_writes(grads)
     mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     names = mesh.mesh_dim_names or ()
     placements = [Partial("max") if name == "shard" else Replicate() for name in names]

@@ -7,7 +7,7 @@ stay as they are. They get a copy at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakValueDictionary, ref
@@ -226,6 +226,14 @@ def follow_overwritten(func: Any, args: tuple[Any, ...]) -> None:
             memory: TensorMemory | None = getattr(tensor, "mics_memory", None)
             if memory is not None and memory.assigned is not None and memory.assigned.numel == tensor.numel():
                 memory.assigned.follow()
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count writes that the engine made to the parts of tensors, so that kept views of their rows show them."""
+    for tensor in tensors:
+        memory = getattr(tensor, "mics_memory", None)
+        if memory is not None:
+            memory.writes.num += 1
 
 
 def digest_of_places(values: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,7 @@ def inputs_named(model: nn.Module, x: Tensor, step: int) -> None:
 
 def inputs_named_of_an_imported_backward(model: nn.Module, x: Tensor, step: int) -> None:
     named = dict(model.named_parameters())
-    backward(model(x).square().mean(), inputs=named if torch.__version__ >= "2.12" else list(named.values()))
+    backward(model(x).square().mean(), inputs=named if torch.__version__ >= "2.13" else list(named.values()))
 
 
 def some_inputs_named(model: Any, x: Tensor, step: int) -> None:

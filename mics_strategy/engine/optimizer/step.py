@@ -43,6 +43,7 @@ from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, check_para
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.origins import shortened
 from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.tensor_memory import count_writes
 from mics_strategy.errors import ConfigError
 
 
@@ -415,3 +416,4 @@ def clip_to_norm(parameters: list[ShardedParameter], norm: torch.Tensor, max_nor
     locals_ = [getattr(grad, "_local_tensor", grad) for grad in grads]
     if locals_:
         torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+        count_writes(grads)
