@@ -51,7 +51,7 @@ def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...],
             refuses_plain = has_gradient and not is_written
             with torch.set_grad_enabled(tracks), _Operations(cls, run, refuses_plain=refuses_plain):
                 return func(*args, **kwargs)
-        except _MixesPlainTensor:  # an index, a count
+        except _FoundPlainTensor:  # an index, a count
             return _on_whole(cls, func, args, kwargs)
 
 
@@ -60,7 +60,7 @@ def _on_whole(cls: type[DTensor], func: Any, args: tuple[Any, ...], kwargs: dict
     return func(*args, **kwargs)
 
 
-class _MixesPlainTensor(Exception):
+class _FoundPlainTensor(Exception):
     """A function, whose gradients are to be computed, has made a plain tensor and combined it with one of the class."""
 
 
@@ -70,7 +70,7 @@ class _Operations(TorchDispatchMode):
     Args:
         cls: The class.
         run: The function.
-        refuses_plain: Whether to raise `_MixesPlainTensor`.
+        refuses_plain: Whether to raise `_FoundPlainTensor`.
     """
 
     def __init__(self, cls: type[DTensor], run: Run, *, refuses_plain: bool) -> None:
@@ -87,6 +87,6 @@ class _Operations(TorchDispatchMode):
         if not any(isinstance(tensor, self._cls) for tensor in tensors):
             return func(*args, **(kwargs or {}))
         if self._refuses_plain and any(not isinstance(tensor, DTensor) for tensor in tensors):
-            raise _MixesPlainTensor
+            raise _FoundPlainTensor
         with self:  # which torch leaves for the call; what an operation is made of comes here, too
             return self._run(func, args, kwargs or {})
