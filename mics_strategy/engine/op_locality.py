@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mics_strategy.engine.op_schema import tensors_in
+from mics_strategy.engine.op_schema import is_view, tensors_in
 
 _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
@@ -41,7 +41,7 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         or any(a.is_out or a.name == "reduction" for a in func._schema.arguments)
     ):
         return True  # the mean of a loss divides by the rows of this rank
-    if any(isinstance(argument, list) and not argument for argument in args):
+    if not is_view(func) and any(isinstance(argument, list) and not argument for argument in args):
         return True  # no dimensions, by which DTensor does not understand all of them
     try:
         info = dispatcher.unwrap_to_op_info(func, args, kwargs)

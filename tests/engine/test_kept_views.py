@@ -16,7 +16,9 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 def _layer() -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(3, 7, bias=False).double()
+    model = nn.Linear(3, 7, bias=False)
+    model.scale = nn.Parameter(torch.tensor(0.7))
+    return model.double()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -63,6 +65,23 @@ def rows_of_a_scaled_gradient(model: nn.Linear, sharded: Any) -> list[Tensor]:
     return [*found, _whole(model.weight.grad)]
 
 
+def views_of_scalars(model: nn.Linear, sharded: Any) -> list[Tensor]:
+    """A gradient and a parameter of no dimension are set to views of themselves between two backwards."""
+    scale: Any = model.scale
+    found = []
+    for step in range(2):
+        for _ in range(2):
+            (model(torch.ones(2, 3).double()).square().mean() * scale).backward()
+            scale.grad = scale.grad.view_as(scale)
+            scale.grad = scale.grad.flatten().view(scale.shape)
+            scale.data = scale.data.view_as(scale)
+        found.append(_whole(scale.grad))
+        kept = scale.grad.view(())
+        model.zero_grad()
+        found.append(_whole(kept) * step)
+    return found
+
+
 def places_in_a_result(model: nn.Linear, sharded: Any) -> list[Tensor]:
     """Rows of a copy change places, by an index of the script."""
     rows = model.weight.detach()[2:6].clone()
@@ -82,7 +101,8 @@ def compare(ctx: RankContext, script: Script, preset: str) -> None:
 @pytest.mark.one_job
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
 @pytest.mark.parametrize(
-    "script", [rows_of_a_state, rows_of_a_clipped_gradient, rows_of_a_scaled_gradient, places_in_a_result]
+    "script",
+    [rows_of_a_state, rows_of_a_clipped_gradient, rows_of_a_scaled_gradient, views_of_scalars, places_in_a_result],
 )
 def test_kept_rows_are_those_of_a_plain_tensor(ranks: RankPool, script: Script, preset: str) -> None:
     ranks(2, compare, script, preset)
