@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mics_strategy import errors
 from mics_strategy.comm.desync import BoundedStore
 from mics_strategy.comm.transport import backend_of
+from mics_strategy.comm.work import DEVICE_ERRORS
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -45,7 +46,7 @@ def gather_objects(value: T, caller: str = "") -> list[T]:
         bounded.store.set(_key(dist.get_rank()), str(number))
     try:
         dist.all_gather_object(values, (caller, value))
-    except errors.MiCSError:  # of a value that cannot be pickled
+    except (errors.MiCSError, *DEVICE_ERRORS):  # the first of a value that cannot be pickled
         raise
     except RuntimeError as error:
         is_late = is_gloo and time.monotonic() - start_s > _LONG_S

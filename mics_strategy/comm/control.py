@@ -14,7 +14,7 @@ from mics_strategy.comm.route import ALL_REDUCE
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.watched_work import WatchedWork
-from mics_strategy.comm.work import BackendWork, Work, as_communication_error, check_shapes
+from mics_strategy.comm.work import DEVICE_ERRORS, BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.errors import MiCSError
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class ControlGroup:
         """
         try:
             return self.transport.broadcast_object(value, source)
-        except MiCSError:  # of a value that cannot be pickled
+        except (MiCSError, *DEVICE_ERRORS):  # the first of a value that cannot be pickled
             raise
         except RuntimeError as error:
             label = f"Broadcast of an object over {self.transport.description}"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.rank_records import RankRecords
-from mics_strategy.comm.work import as_communication_error
+from mics_strategy.comm.work import DEVICE_ERRORS, as_communication_error
 from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
@@ -113,7 +113,7 @@ class CallWatch:
         except CommunicationError:
             self.watchdog.explain()
             raise
-        except MiCSError:
+        except (MiCSError, *DEVICE_ERRORS):
             raise
         except RuntimeError as error:
             raise as_communication_error(f"The {label}", error, self.watchdog.explain()) from error

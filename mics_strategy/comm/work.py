@@ -14,6 +14,7 @@ import torch
 
 from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # of any kernel before: no rank is to blame
 Steps = Iterator[None]  # of a collective, of which the first one waits for no rank; see `queue`
 
 
@@ -71,8 +72,8 @@ class Work:
         for work in works:
             try:
                 work.wait()
-            except (LifecycleError, torch.OutOfMemoryError, torch.AcceleratorError):
-                raise  # an error of the device is that of some kernel before, not of this collective
+            except (LifecycleError, *DEVICE_ERRORS):
+                raise
             except RuntimeError as error:
                 raise as_communication_error(self.label, error, self._on_failure()) from error
         if finish is not None:
