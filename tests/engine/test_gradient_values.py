@@ -1,6 +1,7 @@
 """Uses of a sharded parameter's gradient other than stepping on it."""
 
 import copy
+import math
 import os
 import pickle
 import warnings
@@ -176,3 +177,20 @@ def _clipped_by_torch(ctx: RankContext) -> None:
 
 def test_clipping_by_torch_reduces_all_norms_at_once(ranks: RankPool) -> None:
     ranks(2, _clipped_by_torch)
+
+
+def _norm_of_narrow(ctx: RankContext) -> tuple[float, float]:
+    """The norm of bf16 gradients, and the same in fp64."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(37, 5), nn.Linear(5, 2)).bfloat16()
+    sharded = shard(model, ShardConfig(partition_size=2))
+    model(torch.randn(2, 37, dtype=torch.bfloat16)).square().sum().backward()
+    norm = sharded.clip_grad_norm_(math.inf)
+    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    assert {grad.dtype for grad in grads} == {torch.bfloat16}
+    return norm.item(), torch.cat([grad.double().flatten() for grad in grads]).norm().item()
+
+
+def test_the_norm_of_bf16_gradients_is_computed_in_fp32(ranks: RankPool) -> None:
+    for norm, expected in ranks(2, _norm_of_narrow):
+        assert norm == pytest.approx(expected, rel=1e-6)

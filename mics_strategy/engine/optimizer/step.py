@@ -391,10 +391,9 @@ def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_t
         if grad is not None and not is_repeated:
             grads.append(getattr(grad, "_local_tensor", grad))
     grads = [grad for grad in grads if grad.numel()]
-    norms = torch._foreach_norm(grads, norm_type) if grads else []
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
-    empty = torch.zeros(1, dtype=dtype, device=groups.device)
-    stacked = torch.stack([norm.to(dtype) for norm in norms]) if norms else empty
+    norms = torch._foreach_norm(grads, norm_type, dtype) if grads else []  # else a norm has the gradient's dtype
+    stacked = torch.stack([*norms]) if norms else torch.zeros(1, dtype=dtype, device=groups.device)
     if math.isinf(norm_type):
         total = stacked.max()
         return groups.reduce_over_shards(total, is_max=True)
