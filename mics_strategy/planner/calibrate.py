@@ -51,7 +51,7 @@ from mics_strategy.planner.layer_time import layer_seconds, sustained_share
 from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
 from mics_strategy.topology import Topology
-from mics_strategy.tuning.autotune import collective_starter, run_collective, time_slowest_rank
+from mics_strategy.tuning.autotune import collective_starter, collectives_in_a_row, run_collective, time_slowest_rank
 from mics_strategy.version import package_version
 
 _GROWTH = 4  # of the sizes from one to the next
@@ -302,14 +302,15 @@ class _Calibration:
     def _table(self, collective: str, comm: AnyCommunicator, workspace: Workspace) -> list[tuple[int, float]]:
         """Bytes of the full tensor and seconds, until the next size would take too long."""
         table: list[tuple[int, float]] = []
-        size_bytes = _SMALLEST_BYTES
+        size_bytes, num_in_a_row = _SMALLEST_BYTES, collectives_in_a_row(self._device)
         while size_bytes <= self._options.max_bytes:
             start, full_bytes = self._starter(collective, comm, workspace, size_bytes)
             if table and full_bytes <= table[-1][0]:
                 size_bytes *= _GROWTH
                 continue
-            times = [self._time(partial(run_collective, start)) for _ in range(RUNS + 1)][1:]
-            table.append((full_bytes, statistics.median(times)))
+            run = partial(run_collective, start, num_in_a_row)
+            times = [self._time(run) for _ in range(RUNS + 1)][1:]
+            table.append((full_bytes, statistics.median(times) / num_in_a_row))
             if len(table) >= _LEAST_SIZES and (RUNS + 1) * _GROWTH * min(times) > self._options.stage_s:
                 break
             size_bytes *= _GROWTH

@@ -176,16 +176,15 @@ def benchmark(
         comm: Communicator with both algorithms.
         workspace: Scratch memory of both.
         control: Control group of all ranks.
-        device: Device of the tensors. A GPU gets several collectives at once, as from the engine: of one alone the
-            host's launch would be measured.
+        device: Device of the tensors.
         sizes_bytes: Sizes of the full tensor, ascending; those that would take too long are left out.
     """
     timings: list[SizeTiming] = []
-    num_in_a_row = 4 if device.type == "cuda" else 1
+    num_in_a_row = collectives_in_a_row(device)
     for size_bytes in sizes_bytes:
         numel = max(1, size_bytes // _DTYPE.itemsize // comm.size)
         full_bytes = numel * comm.size * _DTYPE.itemsize
-        if not is_next_affordable(timings):
+        if not is_next_affordable(timings, num_in_a_row):
             break
         if timings and full_bytes <= timings[-1].full_bytes:  # with many ranks, each has only one element
             continue
@@ -233,7 +232,12 @@ def collective_starter(collective: str, comm: AnyCommunicator, numel: int, devic
     return lambda: comm.all_reduce(full, _DTYPE, _LABEL)
 
 
-def run_collective(start: Callable[[], Work], count: int = 1) -> None:
+def collectives_in_a_row(device: torch.device) -> int:
+    """Collectives of one timed run. A GPU gets several, as from the engine: of one alone, its launch is measured."""
+    return 4 if device.type == "cuda" else 1
+
+
+def run_collective(start: Callable[[], Work], count: int) -> None:
     """Start a collective and wait for it, several times."""
     for _ in range(count):
         start().wait()

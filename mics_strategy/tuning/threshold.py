@@ -39,10 +39,14 @@ class SizeTiming:
     winner: str
 
 
-def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
+def is_next_affordable(timings: Sequence[SizeTiming], num_in_a_row: int) -> bool:
     """Whether timing the next size fits into the time that a job should wait.
 
     The estimate extrapolates the difference between the last two sizes, which grows with the bytes; latency does not.
+
+    Args:
+        timings: Timings by growing size.
+        num_in_a_row: Collectives in each run.
     """
     if not timings:
         return True
@@ -50,7 +54,7 @@ def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
     spent_s = sum(timing.flat_s + timing.hierarchical_s for timing in timings)
     flat_s = last.flat_s + _GROWTH * max(0.0, last.flat_s - previous.flat_s)
     hierarchical_s = last.hierarchical_s + _GROWTH * max(0.0, last.hierarchical_s - previous.hierarchical_s)
-    return RUNS * (spent_s + flat_s + hierarchical_s) <= _BUDGET_S
+    return RUNS * num_in_a_row * (spent_s + flat_s + hierarchical_s) <= _BUDGET_S
 
 
 def threshold_bytes(timings: Sequence[SizeTiming], *, flat_in_doubt: bool) -> int:

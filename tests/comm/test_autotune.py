@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -211,25 +212,29 @@ def _on_a_gpu(ctx: RankContext, machine: Machine) -> list[tuple[int, tuple[int, 
     return [(result.from_bytes, tuple(timing.full_bytes for timing in result.timings)) for result in results]
 
 
-def _timed(run: Callable[[], None], *_: Any) -> float:
+def _timed(run: Callable[[], None], *_: Any, launch_s: float) -> float:
     """As if every collective took equally long, so that two stages take twice as long as one."""
     before = len(current_machine().launches)
     run()
     launched = len(current_machine().launches) - before
     assert launched in (4, 8)  # four in a row, of one stage or of two
-    return 1e-5 * launched
+    return launch_s * launched
 
 
-def test_on_gpus_larger_tensors_are_measured_several_in_a_row_and_flat_in_doubt() -> None:
+@pytest.mark.parametrize(("launch_s", "sizes"), [(1e-5, (1024, 4096)), (1e-2, (1024,))], ids=["fast", "slow"])
+def test_on_gpus_larger_tensors_are_measured_several_in_a_row_and_flat_in_doubt(
+    launch_s: float, sizes: tuple[int, ...]
+) -> None:
+    """Slow ones are not, as one after another they would take long."""
     with (
         mock.patch.object(autotune, "SIZES_BYTES", (1024, 4096)),
         mock.patch.object(autotune, "backend_key", return_value="nccl"),
         mock.patch.object(autotune, "load_cached", return_value=None),
         mock.patch.object(autotune, "store_result"),
-        mock.patch.object(autotune, "time_slowest_rank", _timed),
+        mock.patch.object(autotune, "time_slowest_rank", partial(_timed, launch_s=launch_s)),
     ):
         _, found = simulate_gpus(4, _on_a_gpu, ranks_per_node=2, moves_data=True)
-    assert found == [[(NEVER, (1024, 4096))] * 2] * 4
+    assert found == [[(NEVER, sizes)] * 2] * 4
 
 
 def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:

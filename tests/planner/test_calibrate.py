@@ -5,8 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,9 @@ from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.layer_time import sustained_share
 from mics_strategy.planner.workload import Workload
+from tests.cuda_harness.machine import Machine
+from tests.cuda_harness.simulated_ranks import simulate_gpus
+from tests.cuda_harness.streams import machine as current_machine
 from tests.planner.jobs import tiny_cluster
 from tests.ranks import RankContext, RankPool
 
@@ -107,6 +110,39 @@ def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, r
         model=describe_model("bert-1.5b", 128), global_batch=cluster.world_size, micro_batch=1, recompute=False
     )
     assert simulate(workload, cluster, ShardConfig.preset("mics")).step_s > 0
+
+
+def _stage_times(ctx: RankContext, machine: Machine) -> set[float]:
+    options = CalibrationOptions(max_bytes=65536, overlap_s=4e-5)
+    fields = calibrate(["a", "a"], Topology(ranks_per_node=ctx.ranks_per_node), machine.device, options)
+    return {row[1] for stage in fields["measured_stages"] for row in stage["seconds_by_bytes"]}
+
+
+def _timed(run: Callable[[], object], *_: Any) -> float:
+    """As if every collective took 10 microseconds."""
+    before = len(current_machine().launches)
+    run()
+    launched = len(current_machine().launches) - before
+    assert launched in (0, 4)  # none where matrix products are timed
+    return 1e-5 * max(1, launched)
+
+
+def test_on_gpus_four_collectives_are_timed_in_a_row() -> None:
+    """Of one alone between two waits of the host, its launch would be measured."""
+    rates = {"matmul_rate": 1e14, "memory_rate": 1e12, "layer_seconds": 1.0, "codec_rates": (1e9, 1e9)}
+    rates |= {"memory_bytes": 10**9, "device_name": "pretended", "matrix_product": lambda: None}
+    with ExitStack() as stack:
+        for name, rate in rates.items():
+            stack.enter_context(mock.patch.object(calibrate_module, name, return_value=rate))
+        stack.enter_context(mock.patch.object(calibrate_module, "time_slowest_rank", _timed))
+        _, found = simulate_gpus(2, _stage_times, ranks_per_node=2)
+    assert found == [{1e-5}] * 2
+
+
+def test_no_zeros_are_multiplied() -> None:
+    """With zeros a GPU runs at a higher clock."""
+    product: Any = device_rates.matrix_product(torch.float32, torch.device("cpu"), small=True)()
+    assert product.std().item() == pytest.approx(len(product) ** 0.5, rel=0.1)  # of normal values
 
 
 def test_a_layer_takes_the_time_of_its_flop_and_of_its_memory_at_the_best_speed() -> None:
