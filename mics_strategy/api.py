@@ -61,8 +61,8 @@ def shard(
             repeats), module classes or their names, a predicate of a module, or the smallest number of parameters of a
             unit.
         device: Device to train on. ``"auto"`` is this rank's GPU if the process group is NCCL's (the `device_id` of
-            `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``), else the
-            CPU. A GPU becomes the current device of the process.
+            `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``, or
+            ``SLURM_LOCALID`` without one), else the CPU. A GPU becomes the current device of the process.
         initializer: Function that initializes one module on the meta device. It is called with each module that owns
             parameters or buffers, inner ones first. ``"auto"`` uses `_init_weights` inside of models of transformers
             and each module's `reset_parameters` elsewhere, and rank 0 prints which.

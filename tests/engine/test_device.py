@@ -154,6 +154,7 @@ def devices(count: int, current: int, bound: torch.device | None = None) -> Iter
         (8, 0, None, None, 0),
     ],
 )
+@pytest.mark.parametrize("names", [("LOCAL_RANK",), ("SLURM_LOCALID",), ("LOCAL_RANK", "SLURM_LOCALID")], ids="+".join)
 def test_a_rank_takes_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch,
     count: int,
@@ -161,10 +162,14 @@ def test_a_rank_takes_its_own_gpu(
     local_rank: str | None,
     bound: torch.device | None,
     expected: int,
+    names: tuple[str, ...],
 ) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    """With torchrun inside of SLURM's task 0, each rank has a `LOCAL_RANK` of its own."""
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
     if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        for name, value in zip(names, (local_rank, "0"), strict=False):
+            monkeypatch.setenv(name, value)
     with devices(count, current, bound):
         assert target_device("auto") == torch.device("cuda", expected)
         assert target_device("cuda") == torch.device("cuda", expected)

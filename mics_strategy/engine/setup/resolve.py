@@ -45,16 +45,17 @@ def target_device(device: torch.device | str) -> torch.device:
 
 
 def _local_gpu() -> torch.device:
-    """The GPU of this rank: the process group's, the current one, or by `LOCAL_RANK`.
+    """The GPU of this rank: the process group's, the current one, or by `LOCAL_RANK` or `SLURM_LOCALID`.
 
-    A current device 0 counts as the default. Then `LOCAL_RANK` decides among the devices that the process can see.
+    A current device 0 counts as the default. Then the launcher decides among the devices that the process can see.
     """
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return torch.device("cuda", bound.index)
     current = torch.cuda.current_device()
-    if current == 0 and "LOCAL_RANK" in os.environ:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    if current == 0 and local_rank is not None:
+        return torch.device("cuda", int(local_rank) % torch.cuda.device_count())
     return torch.device("cuda", current)
 
 
