@@ -122,6 +122,23 @@ def test_kernels_of_nccl_are_on_the_streams_of_the_engine(preset: str, coalesce:
     assert priorities == [-1, -1]
 
 
+@pytest.mark.parametrize(("preset", "stages"), [("zero3", 2), ("mics", 1)])
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_the_last_blocks_are_not_gathered_again_one_more_than_are_prefetched(
+    preset: str, stages: int, prefetch: int
+) -> None:
+    """As by FSDP2 with `reshard_after_forward=False` for the last k blocks: `prefetch=k - 1`."""
+    with one_of_many(8) as machine:
+        training = start(machine, config_of(preset, prefetch=prefetch))
+        training.micro_steps = 1
+        training.step()
+        machine.log.clear()
+        training.step()
+    gathers = [name for kind, _, name in machine.log if kind == "collective" and "param_all_gather" in name]
+    in_forward, in_backward = DEPTH + 1, DEPTH - (prefetch + 1)
+    assert len(gathers) == stages * (in_forward + in_backward)
+
+
 @counts_of_torch
 @pytest.mark.parametrize(("preset", "codec"), LAUNCHES)
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
