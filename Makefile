@@ -78,7 +78,7 @@ coverage: venv
 # On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
 OUT ?= gpu-results
 gpu:
-	OUT=$(OUT) $(PYTHON) -m tests.gpu.first_run $(PARTS)
+	OUT='$(OUT)' $(PYTHON) -m tests.gpu.first_run $(PARTS) $(if $(K),-k '$(K)')
 
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml

@@ -2,17 +2,20 @@
 
 Right before fast: while streams race, no time means anything. What is about right results mostly compiles and imports,
 so it runs side by side; what is timed has the device to itself. A lent machine may be taken away at any second, so the
-report is written every few seconds, and what it holds stays. Few files are left behind: `report.md`, `logs.tgz`,
-`figures.json`, `trace.json.gz`.
+report is written every few seconds, and what it holds stays; no part outlives this process. Few files are left behind:
+`report.md`, `logs.tgz`, `figures.json`, `trace.json.gz`.
 
-Parts that failed are run alone, each kernel waited for, by the command that the report ends with.
+Parts that failed are run alone, each kernel waited for, by the command that stands in the report.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -89,6 +92,17 @@ ALONE: tuple[Part, ...] = (
     _benchmark("ranks", 150, "--parts", "ranks", "--rounds", "1", "--steps", "4"),
 )
 
+# Becomes the part's program, which the kernel then kills when the process that started it is gone, also by SIGKILL. Not
+# a `preexec_fn`: Python code in a fork of a process with threads, as this one is, may wait for a lock that no thread
+# will release. The signal comes at the end of the thread that started the part, and that one waits for the part.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+pr_set_pdeathsig = 1  # <linux/prctl.h>
+ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # else it was gone before the kernel knew
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
 
 class FirstRun:
     """Runs parts within a budget, and keeps a report of what they have found so far.
@@ -97,13 +111,17 @@ class FirstRun:
         out: Folder of the report.
         budget_s: Seconds for all parts; what does not begin in them is left out and named.
         python: Interpreter of the parts.
+        expression: Value of pytest's `-k`, which chooses among the tests of each part that has some; "" chooses all.
     """
 
-    def __init__(self, out: Path, budget_s: float = BUDGET_S, python: str = sys.executable) -> None:
+    def __init__(
+        self, out: Path, budget_s: float = BUDGET_S, python: str = sys.executable, expression: str = ""
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._logs = Path(tempfile.mkdtemp(prefix="first-run-"))
         self._python = python
+        self._expression = expression
         self._end = time.monotonic() + budget_s
         self._states: dict[str, str] = {}
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -116,9 +134,10 @@ class FirstRun:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for part in (*(part for lane in side_by_side for part in lane), *alone):
             self._states[part.name] = "not begun"
+        self.report()
         reporter = threading.Thread(target=self._keep_reporting)
-        reporter.start()
         try:
+            reporter.start()
             lanes = [threading.Thread(target=self._run_lane, args=(lane,)) for lane in side_by_side]
             for thread in lanes:
                 thread.start()
@@ -128,7 +147,8 @@ class FirstRun:
         finally:
             self._end = 0.0
             for process in list(self._running):
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGKILL)
             self._is_over.set()
             reporter.join()
             self.report()
@@ -142,27 +162,30 @@ class FirstRun:
 
     def _run_lane(self, parts: Iterable[Part]) -> None:
         for part in parts:
-            left_s = self._end - time.monotonic()
-            if left_s <= 0:
+            if time.monotonic() >= self._end:
                 self._states[part.name] = "left out: the time is used"
             else:
-                self._run_part(part, min(part.limit_s, left_s))
+                self._run_part(part)
 
-    def _run_part(self, part: Part, limit_s: float) -> None:
+    def _run_part(self, part: Part) -> None:
         begin = time.monotonic()
-        self._states[part.name] = "running"
         command = [word.replace("{python}", self._python).replace("{logs}", str(self._logs)) for word in part.command]
+        if shutil.which(command[0]) is None:
+            self._states[part.name] = f"left out: {command[0]} is not installed"
+            return
+        if self._expression and "pytest" in command:
+            chosen = f"({command[-1]}) and ({self._expression})" if "-k" in command else self._expression
+            command += ["-k", chosen]  # the last one counts
+        command = [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+        self._states[part.name] = "running"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with self._log_of(part.name).open("w") as log:
-            try:
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            except FileNotFoundError as error:
-                self._states[part.name] = f"left out: {error.filename} is not installed"
-                return
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
             self._running.add(process)
+            limit_s = min(part.limit_s, self._end - time.monotonic())  # none, where all of it has just ended
             for sent, wait_s in ((signal.SIGINT, limit_s), (signal.SIGKILL, GRACE_S)):
                 try:
                     process.wait(wait_s)
@@ -197,13 +220,21 @@ class FirstRun:
         lines = ["| part | state |", "| --- | --- |"]
         lines += [f"| {name} | {state} |" for name, state in self._states.items()]
         if self.failed:
-            lines += ["", f"Again: `CUDA_LAUNCH_BLOCKING=1 make gpu PARTS='{' '.join(self.failed)}'`"]
+            lines += ["", f"Again, in {ROOT}: `{self._again()}`"]
         for name in self._states:
             log = self._log_of(name)
             if log.exists():
                 text = log.read_text(errors="replace").splitlines()[-_LINES:]
                 lines += ["", f"# {name}", "```", *(line[:_COLUMNS] for line in text), "```"]
         return "\n".join(lines) + "\n"
+
+    def _again(self) -> str:
+        """The command that runs what failed, with a folder of its own."""
+        values = {"PYTHON": self._python, "OUT": str(self._out / "again"), "PARTS": " ".join(self.failed)}
+        values |= {"K": self._expression} if self._expression else {}
+        return " ".join(
+            ["CUDA_LAUNCH_BLOCKING=1 make gpu", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
+        )
 
 
 def _replace(path: Path, text: str) -> None:
@@ -212,8 +243,13 @@ def _replace(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the named parts, or all; the number of those that failed."""
+    parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", help="names of parts; without any, all")
+    parser.add_argument("-k", default="", dest="expression", help="choose among the tests of each part, as in pytest")
+    options = parser.parse_args(arguments)
+    names = options.parts
     known = [part.name for part in (*(part for lane in SIDE_BY_SIDE for part in lane), *ALONE)]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -235,7 +271,7 @@ def main(names: Sequence[str]) -> int:
     out, budget_s = Path(os.environ.get("OUT", "gpu-results")).absolute(), float(os.environ.get("BUDGET", BUDGET_S))
     chosen = names or known
     lanes = [[part for part in lane if part.name in chosen] for lane in SIDE_BY_SIDE]
-    run = FirstRun(out, budget_s)
+    run = FirstRun(out, budget_s, expression=options.expression)
     failed = run.run(lanes, [part for part in ALONE if part.name in chosen])
     print((out / "report.md").read_text()[-11_000:])
     print(f"{len(failed)} parts failed: {' '.join(failed) or 'none'}. All of it is in {out}.")

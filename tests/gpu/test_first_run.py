@@ -1,9 +1,11 @@
 """Does the first run on a GPU run everything, and is what it has found there at any moment?"""
 
+import contextlib
 import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,7 +56,9 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def states(out: Path) -> dict[str, str]:
-    return dict(re.findall(r"^\| (\w+) \| (?!state)(.*) \|$", (out / "report.md").read_text(), flags=re.MULTILINE))
+    return dict(
+        re.findall(r"^\| ([\w-]+) \| (?!state|---)(.*) \|$", (out / "report.md").read_text(), flags=re.MULTILINE)
+    )
 
 
 @pytest.mark.interpreter
@@ -87,6 +91,45 @@ def test_threads_of_the_environment_do_not_reach_a_part(monkeypatch: pytest.Monk
     assert "\n1 1\n" in (tmp_path / "report.md").read_text()
 
 
+TWO_TESTS = """
+def test_left(): print("left ran")
+def test_right(): print("right ran")
+def test_neither(): print("neither ran")
+"""
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("own", "expression", "expected"),
+    [
+        ("", "left", {"left"}),
+        ("left or right", "not right or neither", {"left"}),
+        ("left or right", "", {"left", "right"}),
+    ],
+)
+def test_an_expression_chooses_among_the_tests_of_a_part(
+    tmp_path: Path, own: str, expression: str, expected: set[str]
+) -> None:
+    (tmp_path / "test_two.py").write_text(TWO_TESTS)
+    command = ("{python}", "-m", "pytest", "-q", "-s", "--rootdir", str(tmp_path), str(tmp_path / "test_two.py"))
+    tests = Part("tests", 120, (*command, *(("-k", own) if own else ())))
+    run = FirstRun(tmp_path / "out", expression=expression)
+    assert run.run([], [tests, Part("other", 60, python("print('other ran')"))]) == []
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert set(re.findall(r"(\w+) ran", text)) == {*expected, "other"}
+
+
+@pytest.mark.interpreter
+def test_what_failed_is_run_again_by_the_command_of_the_report(tmp_path: Path) -> None:
+    out, expression = tmp_path / "a folder", "mics and not (late or int8)"
+    FirstRun(out, budget_s=0, expression=expression).run([[Part("one", 60, ()), Part("other", 60, ())]], [])
+    again = re.findall(r"^Again, in (.*): `(.*)`$", (out / "report.md").read_text(), flags=re.MULTILINE)
+    [(folder, command)] = again
+    shown = subprocess.run(f"{command} --dry-run", shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-m", "tests.gpu.first_run", "one", "other", "-k", expression]
+    assert shlex.split(shown.stdout.splitlines()[0]) == [f"OUT={out / 'again'}", *program]
+
+
 @pytest.mark.interpreter
 def test_what_does_not_begin_in_the_budget_is_left_out_and_named(tmp_path: Path) -> None:
     failed = FirstRun(tmp_path, budget_s=0).run([[Part("early", 60, python(""))]], [Part("late", 60, python(""))])
@@ -111,33 +154,83 @@ def test_parts_side_by_side_run_at_the_same_time(tmp_path: Path) -> None:
 
 
 ENDLESS = """
-import sys
-from pathlib import Path
+import sys, types
 from tests.gpu import first_run
-from tests.gpu.first_run import FirstRun, Part
-first_run.REPORT_S = 0.05
-word = "import os, time\\nparent = os.getppid()\\n"
-word += "while os.getppid() == parent: print('word', flush=True); time.sleep(0.01)"
-FirstRun(Path(sys.argv[1])).run([[Part(name, 60, ("{python}", "-c", word))] for name in "ab"], [])
+from tests.gpu.first_run import Part
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+first_run.REPORT_S = float(sys.argv[1])
+word = "import time\\nfor _ in range(60000): print('word', flush=True); time.sleep(0.01)"
+first_run.SIDE_BY_SIDE = [[Part(name, 60, ("{python}", "-c", word))] for name in "ab"]
+first_run.ALONE = []
+first_run.main([])
 """
 
 
+def start_endless(out: Path, report_s: float) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OUT": str(out), "TMPDIR": str(out.parent)}  # a run that is killed leaves its logs
+    return subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(report_s)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def processes_of(out: Path) -> list[int]:
+    """The run into a folder, and its parts."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            found += [int(path.parent.name)] if f"OUT={out}\0".encode() in path.read_bytes() else []
+    return found
+
+
+def assert_that_all_end(out: Path) -> None:
+    end = time.monotonic() + 30
+    while (left := processes_of(out)) and time.monotonic() < end:
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path, sent: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(signal.SIGKILL, -9), (signal.SIGINT, -2), (signal.SIGTERM, 128 + 15)],
+    ids=["KILL", "INT", "TERM"],
+)
+def test_a_run_that_is_killed_leaves_what_it_has_found_and_no_part(
+    tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
     for turn in range(3):
         out = tmp_path / str(turn)
-        process = subprocess.Popen([sys.executable, "-c", ENDLESS, out], cwd=ROOT, stderr=subprocess.DEVNULL)
+        process = start_endless(out, report_s=0.05)
         while not ((out / "logs.tgz").exists() and "word" in (out / "report.md").read_text()):  # all files of a report
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.5))
         process.send_signal(sent)
-        process.wait()
+        assert process.wait() == status
         assert set(states(out)) == {"a", "b"}
-        assert all(re.match("running|exit -9 after", state) for state in states(out).values())
+        assert all(re.match("not begun|running|exit -9 after", state) for state in states(out).values())
         assert json.loads((out / "figures.json").read_text()) == {}
         with tarfile.open(out / "logs.tgz") as tar:
-            assert sorted(tar.getnames()) == ["a.log", "b.log"]
+            assert set(tar.getnames()) <= {"a.log", "b.log"}
+        assert_that_all_end(out)
+
+
+@pytest.mark.interpreter
+def test_a_run_that_is_killed_while_its_first_parts_start_leaves_a_report_and_no_part(tmp_path: Path) -> None:
+    for turn in range(3):
+        out = tmp_path / str(turn)
+        process = start_endless(out, report_s=600)
+        while len(processes_of(out)) < 2:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+        assert set(states(out)) == {"a", "b"}
+        assert_that_all_end(out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
