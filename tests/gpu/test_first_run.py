@@ -233,6 +233,48 @@ def test_a_run_that_is_killed_while_its_first_parts_start_leaves_a_report_and_no
         assert_that_all_end(out)
 
 
+PRETENDED_GPU = """
+import importlib.abc, importlib.util, sys
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cuda":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            module.is_available = lambda: True
+            module.get_device_name = lambda *_: "pretended"
+            module.device_count = lambda: 1
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_parts_find_their_tests_on_a_pretended_gpu(tmp_path: Path) -> None:
+    """They fail without a driver, but they begin: not one is refused because OpenBLAS has threads."""
+    (tmp_path / "sitecustomize.py").write_text(PRETENDED_GPU)
+    out, names = tmp_path / "out", ("machine", "bits-coder", "capturable")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "4"}
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"OUT={out}", f"PARTS={' '.join(names)}"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    text = (out / "report.md").read_text()
+    assert "threads run already" not in text
+    assert "no tests ran" not in text
+    assert {states(out)[name].split(" after")[0] for name in names} == {"exit 1"}, ran.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_it_says_so_and_succeeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran = subprocess.run(
