@@ -60,8 +60,8 @@ def shard(
         units: Modules that form units, whose parameters share collectives: ``"auto"`` (the layer classes that the model
             repeats), module classes or their names, a predicate of a module, or the smallest number of parameters of a
             unit.
-        device: Device to train on. ``"auto"`` is this rank's GPU if the process group is NCCL's (the `device_id` of
-            `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``, or
+        device: Device to train on. ``"auto"`` is this rank's GPU if the process group is NCCL's (the one it is bound
+            to by `device_id` or by torch 2.15, else that of `torch.cuda.set_device`, else number ``LOCAL_RANK``, or
             ``SLURM_LOCALID`` without one), else the CPU. A GPU becomes the current device of the process.
         initializer: Function that initializes one module on the meta device. It is called with each module that owns
             parameters or buffers, inner ones first. ``"auto"`` uses `_init_weights` inside of models of transformers

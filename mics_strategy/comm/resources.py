@@ -216,8 +216,8 @@ class CommResources:
     def connect(self) -> None:
         """Use every group once, in an order that all ranks share, and the kernels of codecs. Collective.
 
-        NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
-        a group for the first time would run out of memory after all else fits.
+        NCCL makes a communicator when its group is first used, if not before, from memory outside torch's allocator. A
+        step that uses a group for the first time would run out of memory after all else fits.
         """
         for warmup in self._warmups:
             warmup.launch()

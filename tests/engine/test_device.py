@@ -22,6 +22,7 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.step import total_norm
 from mics_strategy.engine.setup.resolve import target_device
 from mics_strategy.engine.streams import OpChain, Streams
+from mics_strategy.errors import ConfigError
 from tests.ranks import RankContext, RankPool
 
 UNQUANTIZED: Any = SimpleNamespace(has_quantized_params=False, is_quantized=lambda *roles: False)
@@ -150,6 +151,7 @@ def devices(count: int, current: int, bound: torch.device | None = None) -> Iter
         (1, 0, "3", None, 0),  # each process sees its own GPU only
         (8, 5, "3", None, 5),  # set by the user
         (8, 5, "3", torch.device("cuda", 6), 6),  # `init_process_group(device_id=...)`
+        (8, 5, "3", torch.device("cuda", 3), 3),  # by torch 2.15, which does not ask for the current device
         (8, 2, None, None, 2),
         (8, 0, None, None, 0),
     ],
@@ -173,7 +175,15 @@ def test_a_rank_takes_its_own_gpu(
     with devices(count, current, bound):
         assert target_device("auto") == torch.device("cuda", expected)
         assert target_device("cuda") == torch.device("cuda", expected)
+
+
+def test_a_gpu_is_taken_where_asked_for_unless_the_group_is_bound_to_another_one() -> None:
+    with devices(8, 5):
         assert target_device("cuda:1") == torch.device("cuda", 1)
+    with devices(8, 1, bound=torch.device("cuda", 6)):
+        assert target_device("cuda:6") == torch.device("cuda", 6)
+        with pytest.raises(ConfigError, match=r"`device=cuda:1`.*bound to cuda:6.*device_id=torch.device\('cuda:1'\)"):
+            target_device("cuda:1")
 
 
 class _Reached(Exception):

@@ -26,7 +26,7 @@ def target_device(device: torch.device | str) -> torch.device:
         device: Argument of `shard()`; ``"auto"`` is this rank's GPU if the process group serves CUDA, else the CPU.
 
     Raises:
-        ConfigError: The backend of the process group does not serve the device.
+        ConfigError: The process group does not serve the device, or is bound to another GPU.
     """
     backend = dist.get_backend()
     serves_cuda = torch.cuda.is_available() and ("nccl" in backend or backend in ("undefined", "fake"))
@@ -41,7 +41,19 @@ def target_device(device: torch.device | str) -> torch.device:
             f"`device={target}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL "
             "for CUDA, or gloo for the CPU."
         )
+    bound = _bound_gpu()
+    if target.type == "cuda" and bound not in (None, target):
+        raise ConfigError(
+            f"`device={target}` was asked for, but the default process group is bound to {bound}, and NCCL refuses "
+            "tensors of another GPU. `device_id` of `init_process_group` binds it; without one, torch 2.15 takes "
+            f"LOCAL_RANK's. Call `init_process_group(device_id=torch.device('{target}'))`, or leave `device` out."
+        )
     return target
+
+
+def _bound_gpu() -> torch.device | None:
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    return bound if bound is not None and bound.type == "cuda" else None
 
 
 def _local_gpu() -> torch.device:
@@ -49,9 +61,8 @@ def _local_gpu() -> torch.device:
 
     A current device 0 counts as the default. Then the launcher decides among the devices that the process can see.
     """
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type == "cuda":
-        return torch.device("cuda", bound.index)
+    if (bound := _bound_gpu()) is not None:
+        return bound
     current = torch.cuda.current_device()
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
     if current == 0 and local_rank is not None:
