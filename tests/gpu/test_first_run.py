@@ -125,7 +125,8 @@ def test_what_failed_is_run_again_by_the_command_of_the_report(tmp_path: Path) -
     FirstRun(out, budget_s=0, expression=expression).run([[Part("one", 60, ()), Part("other", 60, ())]], [])
     again = re.findall(r"^Again, in (.*): `(.*)`$", (out / "report.md").read_text(), flags=re.MULTILINE)
     [(folder, command)] = again
-    shown = subprocess.run(f"{command} --dry-run", shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    command += " --dry-run --no-print-directory"  # which make adds where it runs these tests
+    shown = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
     program = [sys.executable, "-m", "tests.gpu.first_run", "one", "other", "-k", expression]
     assert shlex.split(shown.stdout.splitlines()[0]) == [f"OUT={out / 'again'}", *program]
 
