@@ -13,7 +13,7 @@ RoBERTa, `AutoModelForMaskedLM`) returns a model whose logits are those of the t
 import copy
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def export_weights(recipe: Recipe, weights: dict[str, torch.Tensor], tokenizer: 
         RecipeError: The family is not one of transformers, or the names are not those of the model.
     """
     shell, tokens = _shell(recipe), exported_tokenizer(tokenizer, recipe)
-    prefix = _prefix(weights, shell)
+    prefix = _prefix({name: value.shape for name, value in weights.items()}, shell)
     named = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     named = {name: value for name, value in named.items() if name in shell.state_dict()}
     table = _position_table(shell)
@@ -116,7 +116,7 @@ def _export_sharded(recipe: Recipe, checkpoint: Path, tokenizer: Tokenizer, fold
     shell, tokens = _shell(recipe), exported_tokenizer(tokenizer, recipe)
     saved = SafeReader(checkpoint).read_metadata().state_dict_metadata
     dtypes = {name.removeprefix(f"{MODEL}."): entry for name, entry in saved.items() if name.startswith(f"{MODEL}.")}
-    prefix = _prefix(dtypes, shell)
+    prefix = _prefix({name: entry.size for name, entry in dtypes.items() if hasattr(entry, "size")}, shell)
     first: Any = dtypes[prefix + next(iter(shell.state_dict()))]
     with tempfile.TemporaryDirectory() as settings:
         shell.config = _config(shell, tokens, first.properties.dtype)
@@ -183,15 +183,25 @@ def _moved_rows(table: torch.Tensor, padding_id: int) -> torch.Tensor:
     return torch.cat([table.new_zeros(padding_id + 1, table.shape[1]), table[_FIRST_TRAINED_ROW:]])
 
 
-def _prefix(names: Iterable[str], shell: Any) -> str:
+def _prefix(saved: Mapping[str, Sequence[int]], shell: Any) -> str:
     """Return what is before the names of the model.
 
+    Args:
+        saved: Shapes of the weights by name.
+        shell: The model.
+
     Raises:
-        RecipeError: The names are of another model.
+        RecipeError: Names or shapes are of another model.
     """
-    saved, needed = {*names}, shell.state_dict().keys()
+    needed = shell.state_dict()
     for prefix in _WRAPPERS:
         if all(prefix + name in saved for name in needed):
+            for name, value in needed.items():
+                if (found := (*saved[prefix + name],)) != (*value.shape,):
+                    raise RecipeError(
+                        f"The weights to export were to be those of the recipe, but `{name}` has the shape {found}, "
+                        f"not {(*value.shape,)}. Use the config.yaml of the run that wrote them."
+                    )
             return prefix
     missing = next(name for name in needed if not any(prefix + name in saved for prefix in _WRAPPERS))
     raise RecipeError(

@@ -155,6 +155,11 @@ def test_what_cannot_be_exported_is_refused_with_the_recipe(blocks: dict[str, An
 def test_weights_of_another_model_are_refused(tmp_path: Path):
     with pytest.raises(RecipeError, match=r"have no `transformer.wte.weight`; they have a, "):
         export_weights(recipe_of("gpt2"), {"a": torch.zeros(1)}, tokenizer_of(MODELS["gpt2"]), tmp_path)
+    weights = trained(MODELS["gpt2"]).state_dict()
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:-1]
+    with pytest.raises(RecipeError, match=r"`transformer.wte.weight` has the shape \(\d+, \d+\), not .*config.yaml"):
+        export_weights(recipe_of("gpt2"), weights, tokenizer_of(MODELS["gpt2"]), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_tokenizer_without_padding_is_refused(tmp_path: Path):
