@@ -5,6 +5,7 @@ Of two folders, it writes one page with both runs side by side.
 """
 
 import difflib
+import html
 import importlib.util
 import io
 import json
@@ -318,7 +319,9 @@ def _plots(runs: Mapping[str, Sequence[Row]]) -> list[str]:
                 axes.legend()
             text = io.StringIO()
             figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-            drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
+            svg = text.getvalue()[text.getvalue().index("<svg") + len("<svg") :]
+            words = html.escape(", ".join(map(label, names)))  # for screen readers
+            drawn.append(f'<svg role="img" aria-label="{words} by optimizer step"{svg}')
     return drawn
 
 

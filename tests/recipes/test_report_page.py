@@ -39,6 +39,7 @@ def test_the_page_of_a_run_has_the_numbers_of_its_log(framework: str, cache_dir:
     for row in rows:
         assert all(f"<td>{number(name, value)}</td>" in page for name, value in row.items())
     assert page.count("<svg") >= 4
+    assert page.count("<svg") == len(re.findall(r'<svg role="img" aria-label="[^"]+ by optimizer step" ', page))
     drawn = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
     assert ("tokens/s" in drawn, "samples/s" in drawn) == (True, False)  # one curve on two scales
     assert "global_size: 8" in page
