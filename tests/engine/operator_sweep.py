@@ -3,11 +3,11 @@
 The samples are those with which torch tests its operators (`op_db`). One model holds all of them as parameters.
 """
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from typing_extensions import override
 
 from mics_strategy import MiCSError, ShardConfig, shard
 from tests.rank_report import RankContext
+
+_MOST_ROWS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def samples(every: int, *, in_place: bool, differentiable: bool, of_a_row: bool) -> list[Sample]:
-    """The first sample of every so many-th operator with one in fp64 that draws no random numbers.
+def samples(every: int, *, in_place: bool, differentiable: bool, form: str) -> list[Sample]:
+    """A sample of every so many-th operator with one in fp64 that draws no random numbers.
 
-    Of a row: its first row alone, where the operator takes it, of which most ranks have nothing.
+    Args:
+        every: Distance of the operators in torch's list.
+        in_place: Whether to add the variants that write to their first argument.
+        differentiable: Whether to leave out operators without a gradient.
+        form: ``"first"``: the first sample; ``"second"``: the second one with several rows; ``"row"``: the first row of
+            the first one, where the operator takes it, of which most ranks have nothing; ``"view"``: the first one with
+            several rows, to be rows of a tensor with one more.
     """
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so only where needed
 
@@ -73,16 +81,24 @@ def samples(every: int, *, in_place: bool, differentiable: bool, of_a_row: bool)
             continue
         if "empty" in op.name or op.name.startswith("unsafe_"):
             continue  # no values to compare; views that torch tells not to write to
-        for sample in itertools.islice(_dense_samples(op), 1):
+        for sample in _of_form(_dense_samples(op), form):
             args = (tuple(sample.args), dict(sample.kwargs))
             calls = {op.name: op.op, f"{op.name}_": op.inplace_variant if in_place else None}
             values = sample.input.detach()
-            if of_a_row and (not values.dim() or values.shape[0] == 1 or op.name == "_segment_reduce"):
+            if form == "row" and (not values.dim() or values.shape[0] == 1 or op.name == "_segment_reduce"):
                 continue  # the last one reads behind the end of a row, as its lengths ask for
-            values = values[:1] if of_a_row else values
+            values = values[:1] if form == "row" else values
             made = [Sample(name, call, values, args) for name, call in calls.items() if call is not None]
             chosen += [one for one in made if _is_deterministic(one)]
     return chosen
+
+
+def _of_form(dense: Iterator[Any], form: str) -> list[Any]:
+    if form in ("second", "view"):
+        tall = (sample for sample in dense if sample.input.dim() and 1 < sample.input.shape[0] <= _MOST_ROWS)
+        first = form == "second"  # the first one of these is left out
+        return [*islice(tall, first, first + 1)]
+    return [*islice(dense, 1)]
 
 
 def _dense_samples(op: Any) -> Iterator[Any]:
@@ -143,38 +159,47 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Holder(nn.Module):
-    """A model whose parameters are the samples' values."""
+    """A model whose parameters are the samples' values, or hold them behind another row."""
 
-    def __init__(self, chosen: list[Sample]) -> None:
+    def __init__(self, chosen: list[Sample], form: str) -> None:
         super().__init__()
-        self.held = nn.ParameterList([nn.Parameter(sample.values.clone()) for sample in chosen])
+        self.held = nn.ParameterList([nn.Parameter(_base(sample, form)) for sample in chosen])
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 @_quiet()
-def sweep_values(ctx: RankContext, preset: str, every: int, of_a_row: bool) -> Found:
+def sweep_values(ctx: RankContext, preset: str, every: int, form: str) -> Found:
     """Each operator on a parameter, and on its gradient; a result that is a view is written to."""
-    chosen = samples(every, in_place=True, differentiable=False, of_a_row=of_a_row)
-    model = Holder(chosen)
+    chosen = samples(every, in_place=True, differentiable=False, form=form)
+    model = Holder(chosen, form)
     shard(model, ShardConfig.preset(preset))
     found = Found()
     for sample, parameter in zip(chosen, model.held, strict=True):
-        parameter.grad = sample.values.clone()
+        parameter.grad = _base(sample, form)
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
             with torch.no_grad():
-                _compare(sample, kind, tensor, found)
+                _compare(sample, kind, tensor, form, found)
     return found
 
 
-def _compare(sample: Sample, kind: str, tensor: Tensor, found: Found) -> None:
-    plain = sample.values.clone()
-    expected = sample.on(plain)
+def _base(sample: Sample, form: str) -> Tensor:
+    """A new tensor of the values, or one of which they are the rows but the first."""
+    return torch.cat([sample.values[:1], sample.values]) if form == "view" else sample.values.clone()
+
+
+def _operand(tensor: Tensor, form: str) -> Tensor:
+    return tensor[1:] if form == "view" else tensor
+
+
+def _compare(sample: Sample, kind: str, tensor: Tensor, form: str, found: Found) -> None:
+    plain = _base(sample, form)
+    expected = sample.on(_operand(plain, form))
     shared = {plain.untyped_storage().data_ptr()}
     views = [i for i, leaf in enumerate(tree_leaves(expected)) if _address(leaf) in shared]
     try:
-        result = sample.on(tensor)
+        result = sample.on(_operand(tensor, form))
     except (MiCSError, RuntimeError, NotImplementedError) as error:
         found.refused[sample.name] = f"{type(error).__name__}: {error}"
         return
@@ -196,10 +221,10 @@ def _address(leaf: object) -> int:
 
 
 @_quiet()
-def sweep_gradients(ctx: RankContext, preset: str, every: int, of_a_row: bool) -> Found:
+def sweep_gradients(ctx: RankContext, preset: str, every: int, form: str) -> Found:
     """Each operator in a loss in which every rank weighs its results differently, and in one of parameters alone."""
-    chosen = samples(every, in_place=False, differentiable=True, of_a_row=of_a_row)
-    model = Holder(chosen)
+    chosen = samples(every, in_place=False, differentiable=True, form=form)
+    model = Holder(chosen, form)
     shard(model, ShardConfig.preset(preset))
     found = Found()
     for sample, parameter in zip(chosen, model.held, strict=True):
