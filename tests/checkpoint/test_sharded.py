@@ -189,31 +189,39 @@ def test_another_models_checkpoint_is_refused(ranks: RankPool, tmp_path: Path) -
     )
 
 
-def refused_by_another_kind(ctx: RankContext, run: Run, path: Path) -> list[str]:
+def refused_by_another_kind(ctx: RankContext, run: Run, path: Path, saved: str, other: str) -> list[str]:
     """Errors of loading the folder, and the same states in full."""
-    adamw, sgd = start(ctx, run), start(ctx, run.replace(optimizer="momentum"))
-    adamw.step(0)
-    save_checkpoint(path, adamw.sharded, [adamw.optimizer])
-    box = [adamw.sharded.full_optimizer_state_dict(adamw.optimizer)]
+    writer, reader = (start(ctx, run.replace(optimizer=kind)) for kind in (saved, other))
+    writer.step(0)
+    save_checkpoint(path, writer.sharded, [writer.optimizer])
+    box = [writer.sharded.full_optimizer_state_dict(writer.optimizer)]
     dist.broadcast_object_list(box)
-    before, errors = sgd.parameters(), []
+    before, errors = reader.parameters(), []
     for load in (
-        lambda: load_checkpoint(path, sgd.sharded, [sgd.optimizer]),
-        lambda: sgd.sharded.load_full_optimizer_state_dict(sgd.optimizer, box[0]),
+        lambda: load_checkpoint(path, reader.sharded, [reader.optimizer]),
+        lambda: reader.sharded.load_full_optimizer_state_dict(reader.optimizer, box[0]),
     ):
         with pytest.raises(CheckpointError) as caught:
             load()
         errors.append(str(caught.value))
-    assert_identical(sgd.parameters(), before)
-    assert not sgd.optimizer.state
+    assert_identical(reader.parameters(), before)
+    assert not reader.optimizer.state
     return errors
 
 
-def test_states_of_another_kind_of_optimizer_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    for errors in ranks(2, refused_by_another_kind, run_of("mics"), tmp_path / "saved"):
+@pytest.mark.parametrize(
+    ("saved", "other", "words"),
+    [
+        ("adamw", "momentum", ("not those of SGD, which has `dampening`, `momentum`", "`betas`, `capturable`")),
+        ("momentum", "adamw", ("not those of AdamW, which has `betas`, `eps`", "`dampening`, `differentiable`")),
+    ],
+)
+def test_states_of_another_kind_of_optimizer_are_refused(
+    ranks: RankPool, tmp_path: Path, saved: str, other: str, words: tuple[str, str]
+) -> None:
+    for errors in ranks(2, refused_by_another_kind, run_of("mics"), tmp_path / "saved", saved, other):
         for error in errors:
-            assert "not those of SGD, which has `dampening`, `momentum`" in error
-            assert "`betas`, `capturable`" in error
+            assert all(word in error for word in words), error
 
 
 def save_frozen(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:

@@ -548,3 +548,26 @@ def test_random_numbers_drawn_by_hand_are_equal_on_replicas(ranks: RankPool, pre
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
     truncated = first[1]
     assert len(truncated.unique()) == truncated.numel()  # shards draw different numbers
+
+
+def initialize(ctx: RankContext, preset: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Initialize with patterns, here and on a plain model."""
+    found = []
+    for is_ours in (True, False):
+        model = nn.Sequential(nn.Conv1d(4, 7, 3), nn.Linear(5, 6), nn.Linear(8, 7))
+        if is_ours:
+            shard(model, ShardConfig.preset(preset))
+        nn.init.dirac_(model[0].weight)
+        nn.init.eye_(model[1].weight)
+        nn.init.sparse_(model[2].weight, sparsity=0.5)
+        found.append([whole(layer.weight.detach()).clone() for layer in model])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_patterns_written_by_hand_are_those_of_a_plain_model(ranks: RankPool, preset: str) -> None:
+    results = ranks(4, initialize, preset, ranks_per_node=2)
+    for ours, expected in results:
+        torch.testing.assert_close(ours[:2], expected[:2], rtol=0, atol=0)
+        assert (ours[2] == 0).sum(0).tolist() == [4] * 8  # of 7 rows in each column
+        torch.testing.assert_close(ours[2], results[0][0][2], rtol=0, atol=0)

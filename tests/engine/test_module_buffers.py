@@ -311,6 +311,7 @@ def registering(ctx: RankContext, preset: str, persistent: dict[int, bool], shap
     torch.manual_seed(5)
     model = Registering(persistent)
     model.seen = torch.zeros(shapes) if shapes > 1 else model.seen
+    model.grow(2 + ctx.rank)
     plain = copy.deepcopy(model)
     shard(model, preset, units=[Registering])
     for step in range(5):
