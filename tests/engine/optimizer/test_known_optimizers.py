@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mics_strategy import ShardConfig, shard
 from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from mics_strategy.errors import CheckpointError, ConfigError
+from mics_strategy.errors import CheckpointError, ConfigError, LifecycleError
 from tests.engine.training import wholes
 from tests.ranks import RankContext, RankPool
 
@@ -27,7 +27,7 @@ SCALES = (1, 1, 5, 1, 200, 1, 1e-3, 1e-3, 50, 1, 1, 20, 1, 1)
 LAYOUTS = {UpdateLocality.ELEMENTWISE: "rows", UpdateLocality.PER_TENSOR: "tensors"}
 REFERENCES = ("Closure", "SAM", "AliG", "LBFGS")  # parts of names of optimizers that want a closure
 STEPS_ANOTHER = "FriendlySAM LookSAM Lookahead Magma OrthoGrad PCGrad SAM ScheduleFreeWrapper TRAC"
-# Take a model, or another package or process group, or have loops of their own.
+# Take a model or a process group, or have loops of their own. DeMo needs a package that the tests do not install.
 NOT_BUILT = "AdaLOMO AdamMini LOMO DeMo DistributedMuon GSAM SafeFP16Optimizer WSAM"
 
 
@@ -166,6 +166,59 @@ def test_all_others_are_refused(ranks: RankPool, layout: str) -> None:
 def test_optimizers_that_step_another_train_as_in_one_process(ranks: RankPool) -> None:
     for found in ranks(2, train_each, dict.fromkeys(named("pytorch_optimizer", STEPS_ANOTHER), "rows"), 14):
         assert not differing(found, 14)
+
+
+def _step_alone(name: str, model: nn.Module, loss: Tensor) -> None:
+    """A step of an optimizer that is not built and stepped as others are."""
+    make = getattr(pytorch_optimizer, name)
+    if name in ("LOMO", "AdaLOMO"):
+        make(model).fused_backward(loss, lr=0.1)
+    elif name == "SafeFP16Optimizer":
+        make(torch.optim.SGD(model.parameters())).backward(loss)
+    elif name == "WSAM":
+        loss.backward()
+        make(model, model.parameters(), torch.optim.SGD, lr=0.1).step(lambda: loss)
+    elif name == "GSAM":
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = pytorch_optimizer.LinearScheduler(base, t_max=9, max_lr=0.1)
+        radii = pytorch_optimizer.ProportionScheduler(rates, max_lr=0.1)
+        made = make(model.parameters(), base_optimizer=base, model=model, rho_scheduler=radii)
+        made.set_closure(nn.functional.mse_loss, torch.ones(2, 4), torch.ones(2, 4))
+        made.step()
+    else:
+        loss.backward()
+        make([{"params": [*model.parameters()], "use_muon": True}] if name == "DistributedMuon" else model).step()
+
+
+def step_alone(ctx: RankContext) -> dict[str, str]:
+    """Errors by optimizer."""
+    found = {}
+    for name in set(NOT_BUILT.split()) - {"DeMo"}:
+        model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+        shard(model, "zero3")
+        try:
+            _step_alone(name, model, model(torch.ones(2, 4)).square().mean())
+            found[name] = ""
+        except (ConfigError, LifecycleError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.slow
+def test_optimizers_with_loops_of_their_own_are_refused(ranks: RankPool) -> None:
+    words = {
+        "LOMO": "LifecycleError: A gradient hook on the sharded parameter",
+        "AdaLOMO": "LifecycleError: A gradient hook on the sharded parameter",
+        "AdamMini": "ConfigError: It is not known on which elements an update",
+        "DistributedMuon": "ConfigError: DistributedMuon couples parameters",
+        "GSAM": "LifecycleError: `c10d::allreduce_` got a sharded tensor",
+        "WSAM": "LifecycleError: `c10d::allreduce_` got a sharded tensor",
+        "SafeFP16Optimizer": "RuntimeError: Creating a Parameter from an instance of type ShardedParameter",
+    }
+    for found in ranks(2, step_alone):
+        assert found.keys() == words.keys()
+        for name, word in words.items():
+            assert found[name].startswith(word), f"{name}: {found[name]}"
 
 
 def keep_lookahead(ctx: RankContext, folder: Path) -> list[str]:
