@@ -506,6 +506,13 @@ def test_what_a_script_does_by_hand_trains_as_one_process(ranks: RankPool, prese
     ranks(4, train_both, preset, name, ranks_per_node=2)
 
 
+@pytest.mark.slow
+@pytest.mark.one_job
+@pytest.mark.parametrize(("shift", "name"), itertools.product(range(1, len(PRESETS)), LOOPS))
+def test_it_does_so_under_the_other_presets(ranks: RankPool, shift: int, name: str) -> None:
+    ranks(4, train_both, PRESETS[([*LOOPS].index(name) + shift) % len(PRESETS)], name, ranks_per_node=2)
+
+
 def train_after_a_backward(ctx: RankContext, preset: str) -> None:
     """Train with gradients of a backward before `shard()`, and in one plain process; compare."""
     torch.manual_seed(0)
