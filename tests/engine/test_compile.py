@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
-from mics_strategy import ShardConfig, Topology
+from mics_strategy import ShardConfig, Topology, shard
 from tests import models
 from tests.engine.training import Run, assert_same_training, plain, start, train
 from tests.models import Case
@@ -110,3 +111,19 @@ def test_nothing_is_compiled_again_after_the_first_step(ranks: RankPool, form: s
         assert counts[0] >= 1, "nothing was compiled at all"
         assert counts[1:] == counts[:1] * 3
         assert graph_breaks == 0
+
+
+def with_compiled_autograd(ctx: RankContext) -> None:
+    """It does not run what the engine does in a backward, so there must be an error."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    shard(model, "zero3", units=[nn.Linear])
+    loss = model(torch.ones(2, 4)).sum()
+    with warnings.catch_warnings(), compiled_autograd._enable(torch.compile(backend="eager")):
+        warnings.simplefilter("ignore")  # of graph breaks
+        with pytest.raises((AssertionError, RuntimeError)):
+            loss.backward()
+    torch._dynamo.reset()
+
+
+def test_compiled_autograd_is_not_wrong_in_silence(ranks: RankPool) -> None:
+    ranks(2, with_compiled_autograd)
