@@ -507,6 +507,7 @@ def test_what_a_script_does_by_hand_trains_as_one_process(ranks: RankPool, prese
 
 
 @pytest.mark.slow
+@pytest.mark.wide(every=3)
 @pytest.mark.one_job
 @pytest.mark.parametrize(("shift", "name"), itertools.product(range(1, len(PRESETS)), LOOPS))
 def test_it_does_so_under_the_other_presets(ranks: RankPool, shift: int, name: str) -> None:
