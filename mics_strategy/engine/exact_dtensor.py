@@ -154,7 +154,7 @@ class ExactDTensor(PythonValues, DTensor):
         """
         self.mics_before_read()
         if self.mics_is_own:
-            return self._local_tensor
+            return self.clone()  # plain, and differentiable
         if not (torch.is_grad_enabled() and self.requires_grad):
             return gather(self)
         if grad_placements is not None:

@@ -31,7 +31,7 @@ class Upgrade:
 
     Attributes:
         name: Name of the change.
-        setting: What makes it in a training; empty for a change of the cluster.
+        setting: Option of `ShardConfig`, or optimizer, that makes it; empty for a change of the cluster.
         choice: Answer of the planner; None where there is none.
         reason: Reason why there is none; empty where there is one.
     """

@@ -89,6 +89,16 @@ def places_in_a_result(model: nn.Linear, sharded: Any) -> list[Tensor]:
     return [_whole(rows)]
 
 
+def gradient_through_places(model: nn.Linear, sharded: Any) -> list[Tensor]:
+    """The same in a loss: the gradient goes through the copy, beside another part of the loss."""
+    rows = model.weight[2:6].clone()
+    rows[[0, 1]] = rows[[1, 0]] * 2.0
+    whole = rows.full_tensor() if isinstance(rows, DTensor) else rows
+    ((whole * torch.arange(12.0).view(4, 3)).sum() + model(torch.ones(2, 3).double()).sum()).backward()
+    assert model.weight.grad is not None
+    return [_whole(model.weight.grad)]
+
+
 Script = Callable[[nn.Linear, Any], list[Tensor]]
 
 
@@ -102,7 +112,14 @@ def compare(ctx: RankContext, script: Script, preset: str) -> None:
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
 @pytest.mark.parametrize(
     "script",
-    [rows_of_a_state, rows_of_a_clipped_gradient, rows_of_a_scaled_gradient, views_of_scalars, places_in_a_result],
+    [
+        rows_of_a_state,
+        rows_of_a_clipped_gradient,
+        rows_of_a_scaled_gradient,
+        views_of_scalars,
+        places_in_a_result,
+        gradient_through_places,
+    ],
 )
 def test_kept_rows_are_those_of_a_plain_tensor(ranks: RankPool, script: Script, preset: str) -> None:
     ranks(2, compare, script, preset)
