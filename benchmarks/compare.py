@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.compare --rate-mbit 200 --nodes 2 --ranks-per-node 2 --accumulation 4`` runs every engine in the
 same testbed in one run, prints a table and writes JSON and a plot. See docs/benchmarks.md. It ends with an error when
-engines that must train alike do not, or when one fails.
+engines that must train alike do not, or when one fails. With ``--compute away`` layers sleep in place of computing, so
+that cores are free for what is sent.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import math
 import os
 import platform
 import sys
@@ -25,21 +27,32 @@ from benchmarks.launch import RankFailedError
 from benchmarks.measure import Setup, measure
 from benchmarks.report import Cluster, Report, describe, make_report, plot, table, write_json
 from benchmarks.testbed import TestbedError, make_testbed
-from benchmarks.workload import Workload
+from benchmarks.workload import AWAY, CORES, Workload
 
 _DEEPSPEED = "deepspeed-mics"
 _LOSS_TOLERANCE = 1e-4
 _LEAST_STEPS = 5
+# Few tokens and a small vocabulary: the blocks hold 99 % of the parameters, and cores have little to do. The link of
+# 200 Mbit/s needs 0.66 of the time that two nodes' blocks sleep in four micro-steps.
+_AWAY_DEFAULTS = {
+    "width": [192],
+    "layers": 12,
+    "vocabulary": 64,
+    "sequence": 4,
+    "micro_batch": 1,
+    "forward_ms": 6.0,
+    "backward_ms": 12.0,
+}
 _LEGEND = """\
 step s: median over all measured steps of the slowest rank. cpu s: CPU time of all ranks in a step, which the machine's
 cores share. sent MB: most that left one node in a step, counted on its link, headers included; plan MB: what our plan
 says of axes between nodes. peak MB: the largest rank's VmHWM; train MB: without interpreter and libraries. peer, floor:
-step s by that of the fastest peer, and by the floor."""
+step s by that of the fastest peer, and by the floor; compute: by that of compute alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print and write; 0 when all engines ran or were refused, and agree."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         return _compare(options)
     except (TestbedError, RankFailedError, ValueError) as error:
@@ -49,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     entries = _entries(options)
+    _check_sleeps(options)
     if options.rounds * options.steps < _LEAST_STEPS:
         raise ValueError(
             f"{options.rounds} rounds of {options.steps} steps are too few for a median: raise `--steps` or "
@@ -70,6 +84,16 @@ def _compare(options: argparse.Namespace) -> int:
     return 0 if all(report.is_sound for report in reports) else 1
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of a command line; the model's defaults are those of its `--compute`."""
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.compute == AWAY:
+        made.set_defaults(**_AWAY_DEFAULTS)
+        options = made.parse_args(arguments)
+    return options
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
@@ -81,6 +105,9 @@ def parser() -> argparse.ArgumentParser:
     add("--peers", default=",".join(PEERS), help="any of %(default)s")
     add("--ours", default=None, help="presets, each with overrides: mics,zero3:prefetch=2,overlap=none")
     add("--deepspeed-python", default=None, help="an interpreter with deepspeed==0.19.2, to run its MiCS, too")
+    add("--compute", choices=(CORES, AWAY), default=CORES, help="away: layers sleep, as if they computed on a GPU")
+    add("--forward-ms", type=float, default=0.0, help="sleep of a layer's forward; with --compute away, by default 6")
+    add("--backward-ms", type=float, default=0.0, help="and of its backward, by default 12")
     add("--accumulation", type=int, nargs="+", default=[4], help="micro-steps of a step; a table for each")
     add("--width", type=int, nargs="+", default=[256], help="of the model; a table for each")
     add("--layers", type=int, default=6)
@@ -104,6 +131,16 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
     return [peer(COMPUTE), *peers, *optional, *parse_ours(ours)]
 
 
+def _check_sleeps(options: argparse.Namespace) -> None:
+    asked = f"`--forward-ms {options.forward_ms:g} --backward-ms {options.backward_ms:g}`"
+    if options.compute == CORES and (options.forward_ms or options.backward_ms):
+        raise ValueError(
+            f"{asked} was asked for, and with `--compute {CORES}` no layer sleeps. Add `--compute {AWAY}`."
+        )
+    if options.compute == AWAY and not (0 < options.forward_ms < math.inf and 0 < options.backward_ms < math.inf):
+        raise ValueError(f"{asked} is no time of a layer. Use finite numbers above 0 for both.")
+
+
 def _workloads(options: argparse.Namespace) -> list[Workload]:
     return [
         Workload(
@@ -114,6 +151,9 @@ def _workloads(options: argparse.Namespace) -> list[Workload]:
             micro_batch=options.micro_batch,
             accumulation=accumulation,
             dtype=options.dtype,
+            compute=options.compute,
+            forward_s=options.forward_ms / 1e3,
+            backward_s=options.backward_ms / 1e3,
         )
         for width in options.width
         for accumulation in options.accumulation

@@ -22,6 +22,17 @@ def second_hop_bytes(gradient_bytes: float, nodes: int) -> float:
     return 2 * (nodes - 1) / nodes * gradient_bytes
 
 
+def hop_to_compute(*, compute_s: float, hop_bytes: float, link_bytes_per_s: float) -> float:
+    """Time of the second hop by that of compute: how much of a step the link would be busy.
+
+    Args:
+        compute_s: Of all micro-steps of an optimizer step.
+        hop_bytes: That one node sends in the second hop.
+        link_bytes_per_s: Of one node's link, in one direction.
+    """
+    return hop_bytes / link_bytes_per_s / compute_s
+
+
 def floor_s(*, micro_step_s: float, num_micro_steps: int, hop_bytes: float, link_bytes_per_s: float) -> float:
     """The critical path of an optimizer step that hides whatever can be hidden.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.entries import COMPUTE
-from benchmarks.floor import floor_s, own_floor_s, second_hop_bytes
+from benchmarks.floor import floor_s, hop_to_compute, own_floor_s, second_hop_bytes
 from benchmarks.measure import Measured, Round
-from benchmarks.workload import Workload
+from benchmarks.workload import AWAY, Workload
 from mics_strategy import ShardConfig
 
 _CODECS = ("weight_codec", "grad_codec")
@@ -30,6 +30,7 @@ _HEADER = (
     "peer",
     "floor",
     "own floor",
+    "compute",
     "loss",
 )
 
@@ -41,6 +42,11 @@ class Cluster:
     nodes: int
     ranks_per_node: int
     rate_mbit: float
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Rate of one node's link, in one direction."""
+        return self.rate_mbit * 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ class Row:
         to_peer: Step time by that of the fastest peer; None where no peer ran.
         to_floor: Step time by the floor; None where compute was not measured.
         to_own_floor: Step time by the floor of what the engine itself sends; None also where it does not plan.
+        to_compute: Step time by that of compute alone; None where it was not measured.
     """
 
     label: str
@@ -80,6 +87,7 @@ class Row:
     to_peer: float | None = None
     to_floor: float | None = None
     to_own_floor: float | None = None
+    to_compute: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,7 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
     num_tokens = workload.tokens * cluster.nodes * cluster.ranks_per_node
     rows = [_row(item, workload, num_tokens) for item in measured]
     fastest = min((row.step_s for row in rows if row.kind == "peer" and not row.outcome), default=None)
+    alone_s = next((row.step_s for row in rows if row.kind == "compute" and not row.outcome), None)
     return Report(
         cluster=cluster,
         workload=workload,
@@ -131,6 +140,7 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
                 to_peer=None if fastest is None else row.step_s / fastest,
                 to_floor=None if floor is None else row.step_s / floor,
                 to_own_floor=_to_own_floor(row, item.rounds, micro_step_s, workload, cluster),
+                to_compute=None if alone_s is None else row.step_s / alone_s,
             )
             for row, item in zip(rows, measured, strict=True)
         ),
@@ -186,20 +196,33 @@ def plot(report: Report, path: Path) -> None:
 
 
 def describe(report: Report) -> str:
-    """Cluster and workload in a line."""
+    """Cluster and workload in a line, and in another one what layers that sleep make of them."""
     cluster, workload = report.cluster, report.workload
-    return (
+    text = (
         f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {cluster.rate_mbit:g} Mbit/s a node; "
         f"{workload.numel / 1e6:.2f} M parameters, accumulation {workload.accumulation}, {workload.dtype}"
     )
+    if workload.compute != AWAY:
+        return text
+    hop_bytes, rate = _hop_bytes(workload, cluster), cluster.link_bytes_per_s
+    ratio = hop_to_compute(compute_s=workload.sleep_s, hop_bytes=hop_bytes, link_bytes_per_s=rate)
+    return (
+        f"{text}\n{workload.layers} layers sleep {workload.forward_s * 1e3:g} and {workload.backward_s * 1e3:g} ms: "
+        f"compute {workload.sleep_s:.3f} s; second hop {hop_bytes / 1e6:.2f} MB, {hop_bytes / rate:.3f} s; "
+        f"hop/compute {ratio:.2f}"
+    )
+
+
+def _hop_bytes(workload: Workload, cluster: Cluster) -> float:
+    return second_hop_bytes(workload.numel * workload.torch_dtype.itemsize, cluster.nodes)
 
 
 def _floor_s(micro_step_s: float, workload: Workload, cluster: Cluster) -> float:
     return floor_s(
         micro_step_s=micro_step_s,
         num_micro_steps=workload.accumulation,
-        hop_bytes=second_hop_bytes(workload.numel * workload.torch_dtype.itemsize, cluster.nodes),
-        link_bytes_per_s=cluster.rate_mbit * 1e6 / 8,
+        hop_bytes=_hop_bytes(workload, cluster),
+        link_bytes_per_s=cluster.link_bytes_per_s,
     )
 
 
@@ -239,7 +262,7 @@ def _to_own_floor(
         num_micro_steps=workload.accumulation,
         sent_bytes=row.planned_bytes,
         last_bytes=statistics.median(value for one_round in rounds for value in one_round.planned_last_bytes),
-        link_bytes_per_s=cluster.rate_mbit * 1e6 / 8,
+        link_bytes_per_s=cluster.link_bytes_per_s,
     )
 
 
@@ -283,5 +306,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.to_peer is None else f"{row.to_peer:.2f}",
         "-" if row.to_floor is None else f"{row.to_floor:.2f}",
         "-" if row.to_own_floor is None else f"{row.to_own_floor:.2f}",
+        "-" if row.to_compute is None else f"{row.to_compute:.2f}",
         f"{row.losses[-1]:.4f}",
     )

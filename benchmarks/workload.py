@@ -1,4 +1,4 @@
-"""What is trained: a small GPT in plain torch, and data that it can learn.
+"""What is trained: a small GPT in plain torch, or layers that sleep in place of computing; and data to learn.
 
 The model knows nothing of any engine, and every engine gets the same one, with the same values and the same data. It
 imports torch alone, because a peer may live in an environment of its own.
@@ -7,7 +7,9 @@ imports torch alone, because a peer may live in an environment of its own.
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import nn
 _HEAD_WIDTH = 64
 _STRIDE = 7  # the token after t is t + 7, modulo the vocabulary
 _SEED = 0
+CORES, AWAY = "cores", "away"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,10 @@ class Workload:
         accumulation: Micro-steps of an optimizer step.
         dtype: ``"float32"``, or ``"bfloat16"`` for compute and payloads, with fp32 states.
         learning_rate: Of AdamW.
+        compute: ``"cores"``: blocks of a GPT. ``"away"``: blocks whose compute is somewhere else, as on a GPU: each
+            sleeps in its forward and in its backward and leaves the cores to what is sent.
+        forward_s: Sleep of one block's forward, in seconds; for ``"away"`` only.
+        backward_s: Sleep of one block's backward; likewise.
     """
 
     width: int = 256
@@ -41,17 +48,25 @@ class Workload:
     accumulation: int = 4
     dtype: str = "float32"
     learning_rate: float = 1e-3
+    compute: str = CORES
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        block = 12 * self.width**2 + 13 * self.width
+        block = (8 * self.width + 5 if self.compute == AWAY else 12 * self.width + 13) * self.width
         return 2 * self.vocabulary * self.width + self.sequence * self.width + self.layers * block + 2 * self.width
 
     @property
     def tokens(self) -> int:
         """Tokens that one rank reads in an optimizer step."""
         return self.sequence * self.micro_batch * self.accumulation
+
+    @property
+    def sleep_s(self) -> float:
+        """Seconds that one rank sleeps in an optimizer step."""
+        return self.accumulation * self.layers * (self.forward_s + self.backward_s)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,6 +125,46 @@ class Block(nn.Module):
         return x
 
 
+class SleepingBlock(nn.Module):
+    """A feed-forward layer that is small beside its sleep.
+
+    The forward reads the weights and then sleeps; the backward sleeps and then gives their gradients, which are those
+    of the layer without a sleep. So an engine must have gathered before and can send after, as with a real layer.
+
+    Args:
+        width: Width of the residual stream.
+        forward_s: Sleep of the forward, in seconds.
+        backward_s: Sleep of the backward.
+    """
+
+    def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+        self.sleep_s = (forward_s, backward_s)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[batch, sequence, width]`` to the same."""
+        x = x + self.narrow(torch.tanh(self.widen(x)))
+        slept: torch.Tensor = _Sleep.apply(x, *self.sleep_s)  # type: ignore[no-untyped-call]
+        return slept
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity; `time.sleep` holds neither a core nor the interpreter's lock."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()  # FSDP2 warns of a view
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
 class GPT(nn.Module):
     """Returns the loss: some engines convert what a forward takes and gives."""
 
@@ -117,7 +172,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.sequence, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
@@ -129,3 +184,9 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x)).flatten(0, 1).float()
         loss: torch.Tensor = F.cross_entropy(logits, targets.flatten())
         return loss
+
+
+def _block(shape: Workload) -> nn.Module:
+    if shape.compute == AWAY:
+        return SleepingBlock(shape.width, shape.forward_s, shape.backward_s)
+    return Block(shape.width)

@@ -1,17 +1,19 @@
 """Do all engines train alike, and say so when they do not offer something?"""
 
+import dataclasses
 import math
 
 import pytest
 
 from benchmarks.engines import RefusedError, build
 from benchmarks.entries import OURS, PEERS, Entry, parse_ours, peer
-from benchmarks.workload import Workload
+from benchmarks.workload import AWAY, Workload
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.slow
 
 SMALL = Workload(width=32, layers=2, vocabulary=64, sequence=16, micro_batch=1, accumulation=2)
+SLEEPING = dataclasses.replace(SMALL, compute=AWAY, forward_s=1e-3, backward_s=2e-3)
 IN_BF16 = Workload(width=32, layers=2, vocabulary=64, sequence=16, micro_batch=1, accumulation=2, dtype="bfloat16")
 
 
@@ -32,9 +34,10 @@ def planned(ctx: RankContext, entry: Entry) -> float | None:
     return engine.facts.get("planned_bytes")
 
 
-def test_all_engines_train_alike(ranks: RankPool) -> None:
+@pytest.mark.parametrize("workload", [SMALL, SLEEPING], ids=["cores", "away"])
+def test_all_engines_train_alike(ranks: RankPool, workload: Workload) -> None:
     entries = [*map(peer, PEERS), *parse_ours(",".join(OURS))]
-    found = {entry.label: ranks(4, losses, entry, SMALL, ranks_per_node=2) for entry in entries}
+    found = {entry.label: ranks(4, losses, entry, workload, ranks_per_node=2) for entry in entries}
     assert found["ddp"][0] != found["ddp"][1]
     for label, by_rank in found.items():
         for own, expected in zip(by_rank, found["ddp"], strict=True):
