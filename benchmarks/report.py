@@ -69,7 +69,6 @@ class Row:
         to_peer: Step time by that of the fastest peer; None where no peer ran.
         to_floor: Step time by the floor; None where compute was not measured.
         to_own_floor: Step time by the floor of what the engine itself sends; None also where it does not plan.
-        to_compute: Step time by that of compute alone; None where it was not measured.
     """
 
     label: str
@@ -87,7 +86,6 @@ class Row:
     to_peer: float | None = None
     to_floor: float | None = None
     to_own_floor: float | None = None
-    to_compute: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +95,7 @@ class Report:
     Attributes:
         floor_s: See `benchmarks.floor`; None where compute was not measured.
         micro_step_s: A forward and a backward with nothing sent and all ranks at work, median; None as above.
+        compute_s: Step of compute alone; None as above.
         disagreements: Engines whose losses are not those of the others, in words.
     """
 
@@ -105,6 +104,7 @@ class Report:
     rows: tuple[Row, ...]
     floor_s: float | None
     micro_step_s: float | None
+    compute_s: float | None
     disagreements: tuple[str, ...]
 
     @property
@@ -128,7 +128,6 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
     num_tokens = workload.tokens * cluster.nodes * cluster.ranks_per_node
     rows = [_row(item, workload, num_tokens) for item in measured]
     fastest = min((row.step_s for row in rows if row.kind == "peer" and not row.outcome), default=None)
-    alone_s = next((row.step_s for row in rows if row.kind == "compute" and not row.outcome), None)
     return Report(
         cluster=cluster,
         workload=workload,
@@ -140,12 +139,12 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
                 to_peer=None if fastest is None else row.step_s / fastest,
                 to_floor=None if floor is None else row.step_s / floor,
                 to_own_floor=_to_own_floor(row, item.rounds, micro_step_s, workload, cluster),
-                to_compute=None if alone_s is None else row.step_s / alone_s,
             )
             for row, item in zip(rows, measured, strict=True)
         ),
         floor_s=floor,
         micro_step_s=micro_step_s,
+        compute_s=next((row.step_s for row in rows if row.kind == "compute" and not row.outcome), None),
         disagreements=tuple(_disagreements(measured, workload, loss_tolerance)),
     )
 
@@ -153,7 +152,7 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
 def table(report: Report) -> str:
     """The report as text."""
     lines: list[tuple[str, ...]] = [_HEADER]
-    lines += [_cells(row) for row in report.rows if not row.outcome]
+    lines += [_cells(row, report.compute_s) for row in report.rows if not row.outcome]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     text = [
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
@@ -292,7 +291,7 @@ def _disagreements(measured: list[Measured], workload: Workload, tolerance: floa
     return disagreements
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, compute_s: float | None) -> tuple[str, ...]:
     return (
         row.label,
         f"{row.step_s:.3f}",
@@ -306,6 +305,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.to_peer is None else f"{row.to_peer:.2f}",
         "-" if row.to_floor is None else f"{row.to_floor:.2f}",
         "-" if row.to_own_floor is None else f"{row.to_own_floor:.2f}",
-        "-" if row.to_compute is None else f"{row.to_compute:.2f}",
+        "-" if compute_s is None else f"{row.step_s / compute_s:.2f}",
         f"{row.losses[-1]:.4f}",
     )
