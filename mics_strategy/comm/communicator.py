@@ -79,7 +79,7 @@ class Communicator:
         """
         check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
         op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
-        self._queue.log(traffic.all_gather_traffic(self.route, out.numel(), out.dtype))
+        self._queue.log(traffic.all_gather_traffic, out.numel(), out.dtype)
         task = partial(self._stages.all_gather, out, shard, op.tag)
         return self._queue.submit(op, task, (out, shard))
 
@@ -117,7 +117,7 @@ class Communicator:
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
-        self._queue.log(traffic.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
+        self._queue.log(traffic.reduce_scatter_traffic, full.numel(), full.dtype)
         task = partial(self._stages.reduce_scatter, out, full, accumulate, op.tag, residual)
         return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
 
@@ -148,7 +148,7 @@ class Communicator:
             once when the sum is sent back.
         """
         op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)
-        self._queue.log(traffic.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
+        self._queue.log(traffic.all_reduce_traffic, tensor.numel(), wire, tensor.dtype)
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
             return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))
         task = partial(self._stages.all_reduce, tensor, wire, op.tag, residual)
@@ -227,7 +227,7 @@ class CoalescedCommunicator:
             check_shapes(out.numel() == numel * self.size and out.dtype == shard.dtype, label, shard, out)
         full_numel = shard.numel() * self.size
         op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
-        self._queue.log(traffic.all_gather_traffic(self._route, full_numel, shard.dtype))
+        self._queue.log(traffic.all_gather_traffic, full_numel, shard.dtype)
         return self._queue.submit(op, partial(self._all_gather, outs, shard, parts))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
@@ -276,7 +276,7 @@ class CoalescedCommunicator:
             check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, label, out, full)
         full_numel = out.numel() * self.size
         op = self._queue.next_op("Reduce-scatter", label, full_numel, parts.dtype)
-        self._queue.log(traffic.reduce_scatter_traffic(self._route, full_numel, parts.dtype))
+        self._queue.log(traffic.reduce_scatter_traffic, full_numel, parts.dtype)
         return self._queue.submit(op, partial(self._reduce_scatter, out, fulls, parts, accumulate)).keep_alive(fulls)
 
     def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:

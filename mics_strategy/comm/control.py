@@ -11,7 +11,7 @@ import torch
 
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.route import ALL_REDUCE
-from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.traffic import StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.watched_work import WatchedWork
 from mics_strategy.comm.work import DEVICE_ERRORS, BackendWork, Work, as_communication_error, check_shapes
@@ -40,7 +40,8 @@ class ControlGroup:
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
-        self._traffic_log.record(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
+        stage = StageTraffic(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
+        self._traffic_log.record([with_sent_bytes(stage)])
         return self._as_work(f"All-reduce of {label}", self.transport.start_all_reduce(tensor))
 
     def all_to_all(

@@ -17,12 +17,13 @@ may run on another stream than the rest (see `engine.streams`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -34,7 +35,7 @@ from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.route import Route
-from mics_strategy.comm.traffic import StageTraffic, TrafficLog
+from mics_strategy.comm.traffic import StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import BackendWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
@@ -316,6 +317,9 @@ class CollectiveQueue(ABC):
         self._workspace = workspace
         self._traffic_log = traffic_log
         self._where = " and ".join(transport.description for transport in binding.transports)
+        self._stages_of = functools.cache(  # in every step the same
+            lambda traffic_of, *payload: [*map(with_sent_bytes, traffic_of(binding.route, *payload))]
+        )
 
     def next_op(self, kind: str, label: str, numel: int, dtype: torch.dtype) -> OpRequest:
         """Add the next collective to the fingerprints, and give it a tag."""
@@ -326,10 +330,9 @@ class CollectiveQueue(ABC):
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
-    def log(self, stages: list[StageTraffic]) -> None:
-        """Record what the collective sends."""
-        for stage in stages:
-            self._traffic_log.record(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
+    def log(self, traffic_of: Callable[..., list[StageTraffic]], *payload: Hashable) -> None:
+        """Record what a collective sends: `traffic_of(route, *payload)`."""
+        self._traffic_log.record(self._stages_of(traffic_of, *payload))
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:

@@ -10,6 +10,7 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -97,16 +98,21 @@ class CollectiveTraffic(StageTraffic):
     sent_bytes: int
 
 
+def with_sent_bytes(stage: StageTraffic) -> CollectiveTraffic:
+    """A stage, with the bytes that each rank sends in it."""
+    sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
+    return CollectiveTraffic(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes, sent_bytes)
+
+
 @dataclass(slots=True)
 class TrafficLog:
     """The collectives issued since the log was last drained, with their counts."""
 
     entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
 
-    def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
-        """Record one collective whose full tensor has `full_bytes`."""
-        sent_bytes = SENT_BYTES[collective](full_bytes, size)
-        self.entries[CollectiveTraffic(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
+    def record(self, stages: Iterable[CollectiveTraffic]) -> None:
+        """Record the stages of one collective."""
+        self.entries.update(stages)
 
     def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
         """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""

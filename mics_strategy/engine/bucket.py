@@ -101,6 +101,10 @@ class UnshardedParams:
         if self._poisoned is not None:
             self._poisoned.fill_(0xFF)  # NaN in fp64, fp32, fp16 and bf16
 
+    def written(self) -> list[int]:
+        """Positions of the parameters that were written to since `unshard`; none where accesses are refused."""
+        return [] if self._guard is not None and self._guard.is_closed else self.saved_versions.written()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, which has a storage, is one of `params` or a view of one."""
         return self._guard is not None and self._guard.guards(tensor)
@@ -344,7 +348,7 @@ class Bucket:
         Raises:
             LifecycleError: The written parameter has decoded values, not those of the shards.
         """
-        written = self.unsharded.saved_versions.written()
+        written = self.unsharded.written()
         if not written:
             return False
         if self.groups.scopes.has_quantized_params:
@@ -371,7 +375,7 @@ class Bucket:
         Raises:
             LifecycleError: The sharded parameters have changed before, so that these hold the values of before.
         """
-        if torch._C._current_graph_task_id() != -1 or not (written := self.unsharded.saved_versions.written()):
+        if torch._C._current_graph_task_id() != -1 or not (written := self.unsharded.written()):
             return
         if not self.unsharded.is_master and self.version not in (self.versions.unsharded, self._version_kept):
             raise LifecycleError(

@@ -313,7 +313,8 @@ class Reducer:
 
     def zero_grad(self, gradient: GradBucket, position: int, *, is_kept: bool) -> None:
         """Drop one parameter's gradient, with its parts in flight. `is_kept` is that of `GradBucket`."""
-        self.finish_first_hops()
+        if self._first_hops:
+            self.finish_first_hops()
         self._second_hops.drop(gradient, position)
         gradient.zero_grad(position, is_kept=is_kept)
 

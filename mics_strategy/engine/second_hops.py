@@ -117,7 +117,8 @@ class SecondHops:
 
         What an early second hop has summed belongs to all ranks, so all must drop it.
         """
-        self.wait(gradient)
+        if gradient in self._in_flight:
+            self.wait(gradient)
         if gradient in self._early:
             self._dropped.add((gradient, position))
 

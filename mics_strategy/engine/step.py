@@ -193,12 +193,16 @@ class Engine:
             if self.overlap.second_hop_every_backward:
                 self.finish_gradients()
 
-    def finish_gradients(self) -> None:
-        """Make every gradient final and visible. Collective. Does nothing inside a backward or if none is due."""
+    def finish_gradients(self) -> bool:
+        """Make every gradient final and visible. Collective. Does nothing inside a backward or if none is due.
+
+        Returns:
+            Whether any was due. Then parameters are settled as well.
+        """
         if self._in_backward:
             self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
-            return
+            return False
         if self._keeps_params_unsharded:
             for unit in self._global_order.take_rest():
                 unit.start_unshard(self._resources)
@@ -208,6 +212,7 @@ class Engine:
         self.reducer.finish()
         self.settle_params()
         self.on_gradients()
+        return True
 
     def settle_params(self) -> None:
         """Wait for all-gathers in flight, and keep late writes: shards will be written to.

@@ -38,6 +38,7 @@ class StorageGuard:
 
     Attributes:
         tensors: Each on the same memory in a storage of its own, which the guard closes and opens.
+        is_closed: Whether accesses are refused.
 
     Cost:
         No memory. 0.2 us to close or open a tensor (AMD EPYC, Linux 6.18, torch 2.13).
@@ -47,14 +48,17 @@ class StorageGuard:
         self.tensors = [with_own_storage(view) for view in views]
         self._storages = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, self.tensors)}
         self._flags = [_flags_of(storage) for storage in self._storages.values()]
+        self.is_closed = False
 
     def close(self) -> None:
         """Refuse accesses to the memory through `tensors` and tensors made of them."""
+        self.is_closed = True
         for flags in self._flags:
             flags[_READ] = flags[_ALL] = True
 
     def open(self) -> None:
         """Allow accesses again."""
+        self.is_closed = False
         for flags in self._flags:
             flags[_READ] = flags[_ALL] = False
 

@@ -184,10 +184,10 @@ class Unit:
 
     def _reshard(self) -> None:
         """Refuse accesses to the unsharded parameters (see `storage_guard`)."""
-        if self.unshard_state is UnshardState.UNSHARDED:
+        if self.unshard_state is UnshardState.UNSHARDED:  # in every other state they are refused already
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
-        for bucket in self.buckets:
-            bucket.unsharded.reshard()
+            for bucket in self.buckets:
+                bucket.unsharded.reshard()
 
     def check_params(self) -> None:
         """Check what a script has done to the sharded parameters. Called before a forward's first collective."""
@@ -256,7 +256,7 @@ class Unit:
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
         self._restore_sharded()
         for bucket in self.buckets if self.unshard_state is UnshardState.UNSHARDED else ():
-            if written := bucket.unsharded.saved_versions.written():
+            if written := bucket.unsharded.written():
                 bucket.writes.num += 1  # unsharded parameters that are kept get the shards' values again
                 self._reshard()
                 raise LifecycleError(

@@ -80,7 +80,8 @@ def run(thread: CommThread, function: Callable[[], object]) -> BackendWork:
 
 def submit(thread: CommThread | None, task: CommTask) -> Work:
     """Submit to a queue of that thread, or to one that runs tasks inline."""
-    binding: Any = SimpleNamespace(transports=[], ranks=frozenset([0]), watchdog=SimpleNamespace(explain=str))
+    watchdog = SimpleNamespace(explain=str)
+    binding: Any = SimpleNamespace(route=None, transports=[], ranks=frozenset([0]), watchdog=watchdog)
     if thread is None:
         queue: CollectiveQueue = InlineQueue("inline", binding, Workspace(), TrafficLog())
     else:

@@ -77,7 +77,7 @@ class _SwappedParam:
         was shown gets a copy, as the engine writes to its memory again.
 
         Returns:
-            Address of that memory; 0 for none.
+            Address of that memory; -1 for none.
         """
         grad = self.local.grad
         shown = grad if self.shown_grad is None else self.shown_grad
@@ -85,8 +85,8 @@ class _SwappedParam:
             self.sharded.grad = None if grad is None else self.sharded.like_self(grad)
         self.local.grad = self.shown_grad = None
         if shown is None:
-            return 0
-        address, kept = shown.data_ptr(), weakref.ref(shown)
+            return -1
+        address, kept = shown.data_ptr() or -1, weakref.ref(shown)
         del grad, shown
         tensor = kept()
         if tensor is not None:
@@ -120,7 +120,7 @@ class _SwappedParam:
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
                 state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
-    def wrap(self, state: dict[Any, Any], written: set[int]) -> _SwappedParam | None:
+    def wrap(self, state: dict[Any, Any], written: list[int]) -> _SwappedParam | None:
         """Replace local tensors by DTensors like the parameter, in place.
 
         Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
@@ -273,9 +273,9 @@ class LocalParamSwap:
         with fast_attributes():
             for param in self._params.values():
                 is_moved = param.local.data_ptr() != param.address
-                state, written = states.pop(param.local, None), {param.swap_grad_out()} - {0}  # the address of nothing
+                state, written = states.pop(param.local, None), [param.swap_grad_out()]
                 if state is not None:
-                    bypassed = param.wrap(state, {*written, param.address} if is_moved else written) or bypassed
+                    bypassed = param.wrap(state, [*written, param.address] if is_moved else written) or bypassed
                     states[param.sharded] = state
                 if is_moved:
                     param.restore_storage()
@@ -297,11 +297,11 @@ class LocalParamSwap:
             for exchange in self.exchanges:
                 exchange.to_shards()
 
-    def _locals_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _locals_of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The local tensors of the model's parameters; other parameters unchanged."""
         local_params: list[torch.Tensor] = []
-        for parameter in parameters:
-            param = self._params.get(id(parameter))
+        for parameter, known in zip(parameters, map(self._params.get, map(id, parameters)), strict=True):
+            param = known
             if param is None and self.target.owns(parameter):
                 param = self._add_rows(cast("ShardedParameter", parameter))
             local_params.append(parameter if param is None else param.local)

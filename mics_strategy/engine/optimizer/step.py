@@ -197,8 +197,8 @@ def _swap_in(
     for model in list(_all_models):
         args, kwargs, swap = model.before(optimizer, args, kwargs)
         if swap is not None:
-            swap.target.engine.finish_gradients()
-            swap.target.engine.settle_params()
+            if not swap.target.engine.finish_gradients():
+                swap.target.engine.settle_params()
             swap.swap_in()
     return args, kwargs
 

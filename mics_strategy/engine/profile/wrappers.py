@@ -177,12 +177,11 @@ class EngineWrappers:
             method()
             self._row.continue_with(OPTIMIZER if self._is_stepping else AFTER_BACKWARD)
 
-    def _finish_gradients(self, method: Method) -> None:
+    def _finish_gradients(self, method: Method) -> bool:
         if not self._engine.reducer.is_dirty:  # a read of `.grad`
-            method()
-            return
+            return bool(method())
         with self._row.inside(ENGINE):
-            method()
+            return bool(method())
 
     def _before_step(
         self, method: Method, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

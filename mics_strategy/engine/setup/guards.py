@@ -272,12 +272,12 @@ def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) ->
     Raises:
         LifecycleError: A parameter changed. The error names the first one.
     """
+    found = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+    if set(map(type, found)) <= {ShardedParameter}:  # in every step, so the loops are C's
+        own_names = map(attrgetter("mics_name"), found)
+        if dict(zip(map(id, found), own_names, strict=True)) == names_by_id:
+            return True
     present = dict(model.named_parameters())
-    parameters = present.values()
-    known = list(map(names_by_id.get, map(id, parameters)))  # in every step, so the loops are C's
-    are_sharded = len(known) == len(names_by_id) and set(map(type, parameters)) <= {ShardedParameter}
-    if are_sharded and known == list(map(attrgetter("mics_name"), parameters)):
-        return True
     if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
         return False  # lent tensors; a module raises when a plain tensor is assigned to a parameter
     for name, parameter in present.items():
