@@ -1,0 +1,65 @@
+"""Does the core run where nothing is installed but what it requires?"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+import re, sys
+from importlib import metadata
+
+def required_by(name, found):
+    if name not in found:
+        found.add(name)
+        for requirement in metadata.requires(name) or ():
+            if ";" not in requirement:  # neither an extra nor of another system
+                required_by(re.match(r"[\\w.-]+", requirement)[0].lower().replace("_", "-"), found)
+    return found
+
+names = {"mics-strategy", *required_by("torch", set()), *required_by("safetensors", set())}
+for module, distributions in metadata.packages_distributions().items():
+    if not names & {name.lower().replace("_", "-") for name in distributions}:
+        sys.modules[module] = None  # its import raises ModuleNotFoundError
+assert sys.modules["numpy"] is sys.modules["transformers"] is sys.modules["yaml"] is None
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mics_strategy
+from mics_strategy.cli import main
+
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+sharded = mics_strategy.shard(model, "mics")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(3):
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[0] > losses[1] > losses[2] > 0, losses
+mics_strategy.save_checkpoint(f"{folder}/step-3", sharded, [optimizer])
+mics_strategy.load_checkpoint(f"{folder}/step-3", sharded, [optimizer])
+dist.destroy_process_group()
+model = ["llama-7b", "--cluster", "p4d.24xlarge"]
+batch = ["--nodes", "2", "--seq-len", "512", "--global-batch", "16", "--micro-batch", "1"]
+assert main(["estimate", *model]) == main(["inspect", f"{folder}/step-3"]) == 0
+assert main(["simulate", "--model", *model, *batch, "--preset", "mics", "--recompute", "no"]) == 0
+print("all done")
+"""
+
+
+@pytest.mark.interpreter
+def test_the_core_trains_saves_and_plans_with_what_it_requires_alone(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TRAINING, str(tmp_path)]
+    child = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout.strip().splitlines()[-1:]) == (0, ["all done"]), child.stderr
