@@ -29,9 +29,18 @@ from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model, model_names, recipe_hint
 from mics_strategy.planner.cluster import Cluster, is_cluster_file
-from mics_strategy.planner.memory import NOT_STATES, MicroBatch, Overheads, StateFormat, activation_bytes, rank_memory
+from mics_strategy.planner.memory import (
+    FRAGMENTATION_SHARE,
+    NOT_STATES,
+    MicroBatch,
+    Overheads,
+    StateFormat,
+    activation_bytes,
+    rank_memory,
+)
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.planner.space import overheads_of
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
 
@@ -83,7 +92,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=None, help="samples of a micro-batch; adds activations")
     parser.add_argument("--seq-len", type=int, default=None, help=f"tokens of a sample; default: {_DEFAULT_TOKENS}")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of layers")
-    parser.add_argument("--communicator-memory", default="600 MB", help="of one communicator of NCCL; default: 600 MB")
+    parser.add_argument(
+        "--communicator-memory",
+        default=None,
+        help="of one communicator of NCCL; default: that of --cluster's file, or 600 MB",
+    )
     parser.add_argument("--memory", default=None, help="memory of a GPU, such as '80 GB', to compare with")
     parser.add_argument("--cluster", default=None, help="a cluster, by name or file, whose GPU's memory is compared")
 
@@ -135,13 +148,13 @@ def _lines(options: Namespace) -> Iterator[str]:
     cluster = None if options.cluster is None else Cluster.of(options.cluster)
     _fill_in(options, cluster)
     _check(options)
-    memory_bytes = _memory_bytes(options, cluster)
+    memory_bytes, overheads = _memory_bytes(options, cluster), _overheads(options, cluster)
     fields = {field: getattr(options, name) for field, name in _FIELDS.items()}
     config = ShardConfig.of(options.preset, topology=_topology(options), **fields)
     if config.is_auto and options.cluster is not None:
         config = config.replace(cluster=options.cluster)
     is_named = options.model.lower().replace("_", "-") in {name.replace("_", "-") for name in model_names()}
-    estimate = (_of_catalog if is_named else _of_module)(options, config, memory_bytes)
+    estimate = (_of_catalog if is_named else _of_module)(options, config, memory_bytes, overheads)
     scopes, rows = estimate.scopes, dict(sorted(estimate.rows.items(), key=lambda row: -row[1]))
     yield (
         f"{estimate.title}, {estimate.numel / 1e9:.3f} B parameters in {estimate.num_units} units, on "
@@ -154,11 +167,12 @@ def _lines(options: Namespace) -> Iterator[str]:
         if num_bytes >= 5e5:  # omit rows that would be printed as 0.000
             yield f"  {purpose:<28}{num_bytes / 1e9:>9.3f} GB"
     total = sum(rows.values())
-    without = "" if options.micro_batch else ", plus activations"
+    without = "" if options.micro_batch else ", plus activations, context and fragmentation"
     yield f"  {'total per rank':<28}{total / 1e9:>9.3f} GB{without}"
     if memory_bytes is not None:
         rest = memory_bytes - total
-        verdict = "left" if rest >= 0 else "missing: shard over more ranks, or recompute"
+        left = "left" if options.micro_batch else "left for these"
+        verdict = left if rest >= 0 else "missing: shard over more ranks, or recompute"
         yield f"  {'of a GPU':<28}{memory_bytes / 1e9:>9.3f} GB, {abs(rest) / 1e9:.3f} GB {verdict}"
 
 
@@ -199,8 +213,10 @@ def _memory_bytes(options: Namespace, cluster: Cluster | None) -> int | None:
     return None if options.memory is None else round(parse_quantity(options.memory, Quantity.BYTES, "`--memory`"))
 
 
-def _overheads(options: Namespace) -> Overheads:
+def _overheads(options: Namespace, cluster: Cluster | None) -> Overheads:
     stated = options.communicator_memory
+    if stated is None:
+        return Overheads() if cluster is None else overheads_of(cluster)
     return Overheads(communicator_bytes=round(parse_quantity(stated, Quantity.BYTES, "`--communicator-memory`")))
 
 
@@ -234,7 +250,7 @@ def _chosen(
     return choose(config if activations is None else config.replace(activation_bytes=activations), job).config
 
 
-def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
+def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | None, overheads: Overheads) -> _Estimate:
     if options.units is not None:
         raise ConfigError(f"`--units` names classes, but {options.model} of the catalog is not a module. Remove it.")
     activation_dtype = config.param_dtype_of(torch.float32)
@@ -243,7 +259,7 @@ def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | Non
     activations = None if options.micro_batch is None else sum(activation_bytes(model.units, batch).values())
     config = _chosen(config, options, model, memory_bytes, activations)
     scopes = resolve_scopes(config, _topology(options), options.nodes * options.ranks_per_node)
-    states, overheads = StateFormat(optimizer_bytes=options.state_bytes), _overheads(options)
+    states = StateFormat(optimizer_bytes=options.state_bytes)
     rows = dict(rank_memory(model, config, scopes, batch, states, overheads).by_kind)
     if options.micro_batch is None:
         rows = {kind: num_bytes for kind, num_bytes in rows.items() if kind not in _ONLY_WITH_ACTIVATIONS}
@@ -253,7 +269,7 @@ def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | Non
 _ONLY_WITH_ACTIVATIONS = tuple(kind for kind in NOT_STATES if kind != "communicators")
 
 
-def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
+def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None, overheads: Overheads) -> _Estimate:
     model = _build_model(options.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
     units = "auto" if options.units is None else tuple(options.units.split(","))
@@ -273,9 +289,11 @@ def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None
     )
     rows |= estimate.bytes_by_purpose
     rows["gradients of autograd"] = estimate.pending_grad_bytes
-    rows[f"communicators ({estimate.num_communicators})"] = (
-        estimate.num_communicators * _overheads(options).communicator_bytes
-    )
+    communicators_bytes = estimate.num_communicators * overheads.communicator_bytes
+    rows[f"communicators ({estimate.num_communicators})"] = communicators_bytes
+    if activations is not None:
+        rows["context"] = overheads.context_bytes
+        rows["fragmentation"] = round(FRAGMENTATION_SHARE * (activations + estimate.pending_grad_bytes))
     rows["optimizer states"] = estimate.num_trained * options.state_bytes
     return _Estimate(
         title=type(model).__name__, numel=numel, num_units=estimate.num_units, scopes=estimate.scopes, rows=rows

@@ -219,7 +219,7 @@ def test_estimate_of_an_auto_partition_fits_the_memory(
     scopes = f"parameters over {ranks}, gradients over {ranks}, optimizer states over {ranks} ranks"
     text = capsys.readouterr().out
     assert scopes == text.splitlines()[1]
-    assert text.splitlines()[-1].endswith("GB left")
+    assert text.splitlines()[-1].endswith("GB left for these")
     sizes = {"--partition-size": "auto", "--nodes-per-switch": "2"}
     assert main([*command, "--memory", memory, *(word for option in sizes.items() for word in option)]) == 0
     assert scopes in capsys.readouterr().out

@@ -38,6 +38,19 @@ def test_the_output_is_that_of_the_command(
         assert os.path.getsize(name) > 0
 
 
+def test_the_estimate_of_the_page_of_the_configuration_is_that_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    pattern = r"```bash\nmics (estimate llama.*?)\n```\n\nalso counts activations: (\S+) GB, of which (\S+) GB"
+    ((command, total, activations),) = re.findall(pattern, page, flags=re.DOTALL)
+    assert main(shlex.split(command.replace("\\\n", " "))) == 0
+    rows = re.findall(r"^  (\S.*?) +(\d+\.\d+) GB", capsys.readouterr().out, flags=re.MULTILINE)
+    assert dict(rows)["total per rank"] == total
+    counted = sum(float(gigabytes) for purpose, gigabytes in rows if "activations" in purpose)
+    assert counted == pytest.approx(float(activations), abs=2e-3)  # of rows that are rounded
+
+
 def test_the_file_of_a_cluster_is_one(tmp_path: Path) -> None:
     slow, mine = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "slow.yaml").write_text(slow)

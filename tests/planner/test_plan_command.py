@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from mics_strategy.cli import main
 from mics_strategy.planner.catalog import describe_model
@@ -123,6 +123,25 @@ def test_memory_of_communicators_is_stated(tmp_path: Path, capsys: pytest.Captur
     refused(capsys, ["plan", *USUAL, "--communicator-memory", "much"], "not a quantity above 0")
     assert main(["estimate", "llama-7b", "--ranks-per-node", "8", "--communicator-memory", "100 MB"]) == 0
     assert re.search(r"communicators +0.300 GB", capsys.readouterr().out)
+    assert main(["estimate", "llama-7b", "--cluster", str(tmp_path / "lab.yaml")]) == 0
+    assert re.search(r"communicators +1.200 GB", capsys.readouterr().out)
+
+
+def test_estimate_and_simulate_count_the_same_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=4096).save_pretrained(tmp_path)
+    batch = [*P4D, "--seq-len", "1024", "--micro-batch", "4"]
+    for model in (str(tmp_path), "llama-7b"):
+        options = [*batch, "--global-batch", "64", "--recompute", "no", "--preset", "mics"]
+        counted = sum(run(capsys, "simulate", "--model", model, *options)["memory_bytes_by_kind"].values())
+        assert main(["estimate", model, *batch, "--partition-size", "8", "--param-dtype", "bfloat16"]) == 0
+        assert f"{counted / 1e9:.3f} GB" in capsys.readouterr().out, model
+
+
+def test_an_estimate_without_a_batch_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "llama-7b", "--cluster", "p4d.24xlarge"]) == 0
+    total, rest = capsys.readouterr().out.splitlines()[-2:]
+    assert total.endswith(" GB, plus activations, context and fragmentation")
+    assert rest.endswith(" GB left for these")
 
 
 def test_codecs_are_chosen_where_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:
