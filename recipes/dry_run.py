@@ -86,7 +86,7 @@ def _plan_and_memory(recipe: Recipe, plan: BatchPlan) -> dict[str, list[str]]:
         )
         return {"plan": [line]}
     memory = rank_memory(recipe)
-    return {"plan": [*_plan(memory, plan)], "memory of a rank": [*_memory(recipe, memory)]}
+    return {"plan": [*_plan(memory, plan)], "memory of a rank on a GPU": [*_memory(recipe, memory)]}
 
 
 def _plan(memory: RankMemory, plan: BatchPlan) -> Iterator[str]:
@@ -126,6 +126,8 @@ def _memory(recipe: Recipe, memory: RankMemory) -> Iterator[str]:
         yield f"{purpose:<32}{unit.show(num_bytes)}"
     verdict = "" if not limit_gb else f", of {limit_gb:g} GB: {'fits' if total <= limit_gb * 1e9 else 'does NOT fit'}"
     yield f"{'total':<32}{unit.show(total)}{verdict}"
+    if recipe.trainer.accelerator == "cpu":
+        yield "this recipe is for CPUs, where staging buffers and workspaces are larger: the run prints them at its start"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class Link:
     Attributes:
         bytes_per_s: Bytes per second that one rank sends while all ranks of its node send, in one direction.
         latency_s: Seconds of one step of a ring, whatever its bytes (alpha).
-        source: Origin of the figures: datasheet, paper, or file of a calibration.
+        source: Origin of the figures, as free text: datasheet, paper, or file of a calibration.
         assumed: Efficiency that its file does not state, as text; the typical one counts.
     """
 
@@ -252,8 +252,9 @@ class Cluster:
         if "like" in fields:
             fields = {**look_up(read_table("clusters.toml")["cluster"], str(fields.pop("like")), "cluster"), **fields}
         where = f"cluster {fields.get('name', '')}"
-        _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", "intra_node", "inter_node"), where)
-        ranks = fields["ranks_per_node"]
+        ranks = fields.get("ranks_per_node")
+        required = ("inter_node",) if ranks == 1 else ("intra_node", "inter_node")
+        _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", *required), where)
         _check_count("ranks_per_node", ranks, where)
         is_measured = "calibration" in fields
         device = _device(fields["device"], where, {} if is_measured else TYPICAL_DEVICE)
@@ -269,7 +270,7 @@ class Cluster:
             device=dataclasses.replace(device, communicator_bytes=round(communicator)),
             ranks_per_node=ranks,
             num_nodes=fields.get("nodes", 1),
-            intra_node=links["intra_node"],
+            intra_node=links.get("intra_node", links["inter_node"]),  # no collective uses that of one rank
             inter_node=links["inter_node"],
             inter_switch=links.get("inter_switch"),
             nodes_per_switch=fields.get("nodes_per_switch", 0),
@@ -328,7 +329,8 @@ class Cluster:
     def assumed(self) -> tuple[str, ...]:
         """Efficiencies that the file does not state, as text."""
         links = (self.intra_node, self.inter_node, self.inter_switch)
-        return (*self.device.assumed, *(link.assumed for link in links if link is not None and link.assumed))
+        of_links = (link.assumed for link in links if link is not None and link.assumed)
+        return (*self.device.assumed, *dict.fromkeys(of_links))
 
 
 def is_cluster_file(source: str) -> bool:
@@ -386,8 +388,8 @@ def _link(value: Any, ranks_per_node: int, where: str, typical: float) -> Link:
     `bandwidth` is that of one rank while all ranks of its node send, `node_bandwidth` that of the whole node.
     """
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{value!r} is not the link {where}. State bandwidth, latency and source.")
-    _check_fields(value, _LINK_FIELDS, ("latency", "source"), where)
+        raise ConfigError(f"{value!r} is not the link {where}. State bandwidth and latency.")
+    _check_fields(value, _LINK_FIELDS, ("latency",), where)
     if ("bandwidth" in value) == ("node_bandwidth" in value):
         raise ConfigError(
             f"{where} states both `bandwidth` and `node_bandwidth`, or neither. State one: the speed of one rank, or "
@@ -400,7 +402,7 @@ def _link(value: Any, ranks_per_node: int, where: str, typical: float) -> Link:
         / share
         * _share(value.get("efficiency", typical), f"`efficiency` of {where}"),
         latency_s=parse_quantity(value["latency"], Quantity.SECONDS, f"`latency` of {where}"),
-        source=str(value["source"]),
+        source=str(value.get("source", "")),
         assumed="" if "efficiency" in value or typical == 1 else f"efficiency {typical} of {where.split()[0]}",
     )
 

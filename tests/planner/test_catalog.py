@@ -155,6 +155,19 @@ def test_a_file_without_efficiencies_has_those_of_the_catalog() -> None:
     )
 
 
+def test_a_file_of_nodes_of_one_rank_states_no_link_inside_a_node() -> None:
+    link = {"bandwidth": "10 Gb/s", "latency": "30 us"}  # nor where its figures are from
+    fields = {"name": "mine", **FIELDS, "ranks_per_node": 1, "inter_node": link}
+    training = Workload(model=describe_model("bert-1.5b", 128), global_batch=12, micro_batch=1, recompute=True)
+    inside = fields.pop("intra_node")
+    steps = [
+        simulate(training, Cluster.from_fields(stated), ShardConfig.preset("zero3"))
+        for stated in (fields, {**fields, "intra_node": inside})
+    ]
+    assert steps[0].step_s == steps[1].step_s
+    assert steps[0].job.cluster.assumed[-2:] == ("attention_share 0.75", "efficiency 0.88 of inter_node")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -166,7 +179,8 @@ def test_a_file_without_efficiencies_has_those_of_the_catalog() -> None:
         ({"intra_node": {"latency": "2 us", "source": "x"}}, "`bandwidth` and `node_bandwidth`"),
         ({"intra_node": {"bandwidth": "100 GB", "latency": "2 us", "source": "x"}}, "12.5 GB/s or 100 Gb/s"),
         ({"intra_node": {"bandwidth": "1 GB/s", "latency": "2 us", "source": "x", "efficiency": 1.2}}, "not a share"),
-        ({"intra_node": {"bandwidth": "1 GB/s", "latency": "2 us"}}, "`source`.*is missing"),
+        ({"intra_node": {"bandwidth": "1 GB/s"}}, "`latency`.*is missing"),
+        ({"intra_node": None}, "`intra_node`.*is missing"),
         ({"slowest_node_factor": 0.5}, "slowest_node_factor"),
         ({"nodes_per_switch": 4}, "nodes_per_switch"),
     ],

@@ -113,5 +113,12 @@ def test_the_strategy_is_told_with_the_fields_that_the_recipe_sets():
     assert "strategy mics (partition_size=8, params=replicate, grads=replicate), " in dry_run(load("llama-7b"))
 
 
+def test_the_device_of_the_memory_is_said():
+    on_cpus = "this recipe is for CPUs, where staging buffers and workspaces are larger"
+    for name, is_for_cpus in (("llama-debug", True), ("llama-7b", False)):
+        report = dry_run(load(name))
+        assert ("memory of a rank on a GPU" in report, on_cpus in report) == (True, is_for_cpus)
+
+
 def test_other_strategies_have_no_plan():
     assert "`strategy.name=ddp` is not planned by this project" in dry_run(load("llama-demo", "--strategy.name=ddp"))
