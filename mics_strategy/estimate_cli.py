@@ -24,10 +24,10 @@ from torch import nn
 from mics_strategy.auto_scopes import description_of
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.units import find_units
-from mics_strategy.errors import ConfigError, nearest
+from mics_strategy.errors import ConfigError
 from mics_strategy.estimate import estimate_memory
 from mics_strategy.planner.auto import AutoJob, choose
-from mics_strategy.planner.catalog import describe_model, model_names, recipe_hint
+from mics_strategy.planner.catalog import describe_model, model_names
 from mics_strategy.planner.cluster import Cluster, is_cluster_file
 from mics_strategy.planner.memory import (
     FRAGMENTATION_SHARE,
@@ -38,6 +38,7 @@ from mics_strategy.planner.memory import (
     activation_bytes,
     rank_memory,
 )
+from mics_strategy.planner.model_sources import transformers_config
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.space import overheads_of
@@ -191,9 +192,9 @@ def _fill_in(options: Namespace, cluster: Cluster | None) -> None:
 
 def _check(options: Namespace) -> None:
     for name in ("nodes", "ranks_per_node", "state_bytes", "micro_batch", "seq_len"):
-        value = getattr(options, name)
-        if value is not None and value < (0 if name == "state_bytes" else 1):
-            raise ConfigError(f"`--{name.replace('_', '-')} {value}` is not a number. Use 1 or more.")
+        value, least = getattr(options, name), 0 if name == "state_bytes" else 1
+        if value is not None and value < least:
+            raise ConfigError(f"`--{name.replace('_', '-')} {value}` is too small. Use {least} or more.")
     if options.micro_batch is None and (options.recompute or options.seq_len is not None):
         raise ConfigError(
             "`--recompute` and `--seq-len` change activations, which are counted for a micro-batch only. Add "
@@ -307,12 +308,7 @@ def _build_model(source: str) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
     transformers: Any = importlib.import_module("transformers")
-    hint = recipe_hint(source)
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=bool(hint))
-    except (OSError, ValueError) as error:
-        reason = f".{hint}" if hint else f": {error}{nearest(source, model_names())}"
-        raise ConfigError(f"`{source}` is not a model of transformers, nor of the catalog{reason}") from error
+    config = transformers_config(source)
     with torch.device("meta"):
         try:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

@@ -40,9 +40,9 @@ class Certainty:
             )
         least_s, most_s = step_s * (1 - self.half), step_s * (1 + self.half)
         return (
-            f"expect {least_s:.3g} to {most_s:.3g} s, or over {step_s * (1 + self.most):.3g} s: half of {self.runs} "
-            f"public runs that wait as long were predicted within {self.half:.0%}, and 2 in 10 took over "
-            f"{1 + self.most:.0f} times as long"
+            f"expect {least_s:.3g} to {most_s:.3g} s: half of {self.runs} public runs that wait as long were predicted "
+            f"within {self.half:.0%}; 2 in 10 took over {1 + self.most:.0f} times as long, here over "
+            f"{step_s * (1 + self.most):.3g} s"
         )
 
 

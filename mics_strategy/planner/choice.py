@@ -272,11 +272,15 @@ def _sections(choice: Choice) -> Iterator[Section]:
     counts = f"Of {len(solution.fitting) + len(solution.too_large):,} points {len(solution.fitting):,} fit."
     if solution.gap >= 5e-4:
         counts += f" One that was not simulated could be {solution.gap:.1%} faster at most."
+    lines = [counts]
+    if any(point.step_s is not None and point.step_s < choice.step.step_s for point in solution.fitting):
+        order = "the one that sends least between nodes, or else the simplest or smallest"
+        lines.append(f"Steps within {EQUAL:.0%} count as equal; of these, {order}, is chosen.")
     yield Section(
         title="Fastest step by memory",
         rows=(header, *(_point_row(point, choice.step) for point in solution.frontier)),
         num_left=3,
-        lines=(counts,),
+        lines=tuple(lines),
     )
     is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
     interval = f"{choice.step.certainty.interval:.0%}"

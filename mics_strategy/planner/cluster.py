@@ -344,7 +344,7 @@ def _is_factor(value: Any) -> bool:
 
 def _check_count(name: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"`{name}={value!r}` of {where} is not a number. Use 1 or more.")
+        raise ConfigError(f"`{name}={value!r}` of {where} is not a whole number above 0. Use 1 or more.")
 
 
 def _check_fields(fields: Mapping[str, Any], known: tuple[str, ...], required: tuple[str, ...], where: str) -> None:

@@ -1,7 +1,8 @@
 """Models as a user names them: from the catalog, a configuration, or a function.
 
 - `llama-7b`: a name of `models.toml`, described by formula.
-- `path/to/config.json`, or its folder: a model of transformers, which is built on the meta device and traced.
+- `path/to/config.json`, its folder, or a name that transformers knows (`gpt2`): a model of transformers, which is built
+  on the meta device and traced.
 - `package.module:factory`: a function that returns a module and an example, which are traced. It is called under
   ``torch.device("meta")`` with `seq_len`, if it has such a parameter, and returns `(module, example)`. The example has
   the keyword arguments of the module's forward for one sample, tensors [1, ...]; it may be a `TraceInput`, which also
@@ -56,10 +57,12 @@ class ModelSource:
             return self._of_config(path)
         if ":" in self.text:
             return self._of_factory()
-        raise ConfigError(
-            f"`--model {self.text}` is neither a model of the catalog, nor a file, nor `module:factory`."
-            f"{recipe_hint(self.text) or nearest(self.text, model_names())}"
-        )
+        if importlib.util.find_spec("transformers") is None:
+            raise ConfigError(
+                f"`--model {self.text}` is neither a model of the catalog, nor a file, nor `module:factory`."
+                f"{recipe_hint(self.text) or nearest(self.text, model_names())}"
+            )
+        return self._of_transformers(transformers_config(self.text), self.text, self.text)
 
     def _check_seq_len(self, *, is_needed: bool) -> None:
         if is_needed and self.seq_len < 1:
@@ -83,17 +86,22 @@ class ModelSource:
                 f"`--model {self.text}` is built by transformers, which is not installed. Run `pip install "
                 "transformers`, or name a model of the catalog."
             )
-        self._check_seq_len(is_needed=True)
         transformers: Any = importlib.import_module("transformers")
         try:
             config = transformers.AutoConfig.from_pretrained(str(file))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} is no configuration of transformers: {error}. Correct the file.") from error
+        return self._of_transformers(config, file.parent.resolve().name if path.is_dir() else file.stem, str(file))
+
+    def _of_transformers(self, config: Any, name: str, source: str) -> ModelDescription:
+        """Describe the model of a configuration of transformers, which `source` states."""
+        self._check_seq_len(is_needed=True)
+        transformers: Any = importlib.import_module("transformers")
         positions = getattr(config, "max_position_embeddings", None)
         if isinstance(positions, int) and self.seq_len > positions:
             raise ConfigError(
                 f"`--seq-len {self.seq_len}` is longer than the {positions} positions (`max_position_embeddings`) of "
-                f"{file}. Use at most {positions}, or change the file."
+                f"{source}. Use at most {positions}, or change its configuration."
             )
         names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
         with torch.device("meta"):
@@ -102,7 +110,6 @@ class ModelSource:
             else:
                 model = transformers.AutoModelForCausalLM.from_config(config)
         example = {"input_ids": torch.zeros(1, self.seq_len, dtype=torch.int64)}
-        name = file.parent.resolve().name if path.is_dir() else file.stem
         return self._trace(model, TraceInput(name=name, example=example, tokens_per_sample=self.seq_len))
 
     def _of_factory(self) -> ModelDescription:
@@ -150,3 +157,18 @@ class ModelSource:
     def _cast(self, value: Any) -> Any:
         is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.dtype) if is_floating else value
+
+
+def transformers_config(name: str) -> Any:
+    """The configuration of a model that transformers knows, from its cache or the hub, or of a folder.
+
+    Raises:
+        ConfigError: transformers knows no such model.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    hint = recipe_hint(name)
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=bool(hint))
+    except (OSError, ValueError) as error:
+        reason = f".{hint}" if hint else f": {' '.join(str(error).split())}{nearest(name, model_names())}"
+        raise ConfigError(f"`{name}` is not a model of transformers, nor of the catalog{reason}") from error

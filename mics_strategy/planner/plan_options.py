@@ -26,12 +26,14 @@ from mics_strategy.planner.workload import DTYPES, Workload
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change
+_EXAMPLES = {"--seq-len": "2048", "--global-batch-tokens": "4M, which is 4,194,304 where the ranks divide that"}
 _RECOMPUTE: dict[str, bool | str] = {"yes": True, "no": False, "auto": "auto"}
+_MODEL_HELP = "name in the catalog or of transformers, config.json or its folder, module:factory"
 
 
 def add_workload_options(parser: ArgumentParser) -> None:
     """Add the options of the model, the cluster and the batch."""
-    parser.add_argument("--model", required=True, help="name in the catalog, config.json or its folder, module:factory")
+    parser.add_argument("--model", required=True, help=_MODEL_HELP)
     parser.add_argument("--cluster", required=True, help="name in the catalog, or a TOML, JSON or YAML file")
     parser.add_argument("--nodes", default=None, help="number of nodes; default: that of the cluster's file")
     parser.add_argument("--seq-len", default=None, help="tokens of a sample; not for images")
@@ -168,7 +170,8 @@ def count(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text)
     number = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if number < 1 or number != int(number):
-        raise ConfigError(f"`{option} {text}` is not a number of 1 or more. Use for example 16, or 4M for 4,000,000.")
+        example = _EXAMPLES.get(option, "16")
+        raise ConfigError(f"`{option} {text}` is not a whole number above 0. Use for example {example}.")
     return int(number)
 
 

@@ -348,7 +348,8 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     job, memory = smallest.job, smallest.memory
     over_gb = (memory.total_bytes - limit_bytes) / 1e9
     activations = sum(num_bytes for kind, num_bytes in memory.by_kind.items() if "activations" in kind)
-    do = [_nodes_to_use(job, limit_bytes), f"a device with {memory.total_bytes / 1e9:.1f} GB"]
+    device = f"{job.cluster.device.name}{', which this file was calibrated on' if job.cluster.origin else ''}"
+    do = [_nodes_to_use(job, limit_bytes), f"a device with {memory.total_bytes / 1e9:.1f} GB instead of {device}"]
     if job.micro_batch > 1:
         do.insert(0, "lower `micro_batch`")
     if not job.recompute:

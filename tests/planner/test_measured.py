@@ -183,8 +183,9 @@ def test_a_calibration_of_one_node_plans_for_it_and_says_what_a_second_one_needs
     stages = [{**stage, "link": "intra_node", "ranks_of_node": 2} for stage in fields()["measured_stages"][:1]]
     cluster = load(tmp_path, nodes=1, calibration=origin, measured_stages=stages)
     training = Workload(model=describe_model("bert-1.5b", 128), global_batch=8)
-    with pytest.raises(NoFeasiblePlan, match=r"No plan fits.*To fit, use \d+ nodes, or take a device"):
+    with pytest.raises(NoFeasiblePlan, match=r"No plan fits.*To fit, use \d+ nodes, or take a device") as refused:
         plan(training, cluster, Space())
+    assert str(refused.value).endswith(f"GB instead of {cluster.device.name}, which this file was calibrated on.")
     large = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=10**11))
     assert plan(training, large, Space()).step.step_s > 0
     reasons = {upgrade.name: upgrade.reason for upgrade in upgrades(training, large, Space())}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoConfig, GPT2Config, LlamaConfig
 
 from mics_strategy.cli import main
 from mics_strategy.planner.catalog import describe_model
@@ -137,6 +137,20 @@ def test_estimate_and_simulate_count_the_same_memory(tmp_path: Path, capsys: pyt
         assert f"{counted / 1e9:.3f} GB" in capsys.readouterr().out, model
 
 
+def test_plan_takes_a_name_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=4096)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **_: config if name == "gpt2" else None)
+    batch = ["--seq-len", "1024", *P4D, "--global-batch", "64"]
+    named = run(capsys, "plan", "--model", "gpt2", *batch)["chosen"]
+    monkeypatch.undo()
+    config.save_pretrained(tmp_path)
+    of_file = run(capsys, "plan", "--model", str(tmp_path), *batch)["chosen"]
+    assert (named.pop("model"), of_file.pop("model")) == ("gpt2", tmp_path.name)
+    assert named == of_file
+
+
 def test_an_estimate_without_a_batch_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "llama-7b", "--cluster", "p4d.24xlarge"]) == 0
     total, rest = capsys.readouterr().out.splitlines()[-2:]
@@ -225,7 +239,12 @@ PLAN: dict[str, tuple[list[str], str]] = {
     "no such cluster, no nodes": ([*LLAMA, "--cluster", "p4d", "--global-batch", "64"], "Did you mean p4d"),
     "no file of a cluster": ([*LLAMA, "--cluster", "mine.yaml", "--global-batch", "64"], "no file with a cluster"),
     "no nodes": ([*LLAMA, "--cluster", "p4d.24xlarge", "--global-batch", "64"], "`--nodes` is missing"),
-    "zero nodes": ([*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "0", "--global-batch", "64"], "`--nodes 0`"),
+    "zero nodes": (
+        [*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "0", "--global-batch", "64"],
+        "`--nodes 0` is not a whole number above 0. Use for example 16\\.\n",
+    ),
+    "zero tokens": (["--model", "llama-7b", "--seq-len", "0", *P4D, "--global-batch", "64"], "Use for example 2048"),
+    "zero tokens of a batch": ([*LLAMA, *P4D, "--global-batch-tokens", "0"], "4M, which is 4,194,304"),
     "words for nodes": (
         [*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "two", "--global-batch", "64"],
         "`--nodes two`",
