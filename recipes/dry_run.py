@@ -127,7 +127,7 @@ def _memory(recipe: Recipe, memory: RankMemory) -> Iterator[str]:
     verdict = "" if not limit_gb else f", of {limit_gb:g} GB: {'fits' if total <= limit_gb * 1e9 else 'does NOT fit'}"
     yield f"{'total':<32}{unit.show(total)}{verdict}"
     if recipe.trainer.accelerator == "cpu":
-        yield "this recipe is for CPUs, where staging buffers and workspaces are larger: the run prints them at its start"
+        yield "this recipe is for CPUs, where staging buffers and workspaces are larger: a run prints them at its start"
 
 
 @dataclass(frozen=True, slots=True)

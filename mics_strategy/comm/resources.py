@@ -336,8 +336,7 @@ def _forget_meshes() -> None:
     They know a mesh by its ranks: results would have the groups of an equal mesh of an earlier default group, which are
     gone, or whose names other groups have now.
     """
-    # `_clear_sharding_prop_cache` of `torch.distributed.tensor.debug`, which imports numpy.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # torch's function imports numpy
     torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()

@@ -272,23 +272,22 @@ def _sections(choice: Choice) -> Iterator[Section]:
     counts = f"Of {len(solution.fitting) + len(solution.too_large):,} points {len(solution.fitting):,} fit."
     if solution.gap >= 5e-4:
         counts += f" One that was not simulated could be {solution.gap:.1%} faster at most."
-    lines = [counts]
-    if any(point.step_s is not None and point.step_s < choice.step.step_s for point in solution.fitting):
-        order = "the one that sends least between nodes, or else the simplest or smallest"
-        lines.append(f"Steps within {EQUAL:.0%} count as equal; of these, {order}, is chosen.")
+    systems = fastest_of_systems(choice)
+    shown = (point for _, point in systems if point.memory.total_bytes <= solution.limit_bytes)
+    less_s = choice.step.step_s * (1 - 1e-4)  # a difference in the digits that are printed
+    if any((point.step_s or math.inf) < less_s for point in (*solution.frontier, *shown)):
+        rule = "the choice sends least between nodes, or else is the simplest or smallest"
+        counts += f" Steps within {EQUAL:.0%} count as equal: of these, {rule}."
     yield Section(
         title="Fastest step by memory",
         rows=(header, *(_point_row(point, choice.step) for point in solution.frontier)),
         num_left=3,
-        lines=tuple(lines),
+        lines=(counts,),
     )
     is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
     interval = f"{choice.step.certainty.interval:.0%}"
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
-    rows = [
-        (name, *_point_row(point, choice.step), reasons_of.get(id(point), "chosen"))
-        for name, point in fastest_of_systems(choice)
-    ]
+    rows = [(name, *_point_row(point, choice.step), reasons_of.get(id(point), "chosen")) for name, point in systems]
     yield Section(
         title="Published systems, with a node as partition",
         rows=(("preset", *header, "reason"), *rows),

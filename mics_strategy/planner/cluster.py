@@ -252,9 +252,9 @@ class Cluster:
         if "like" in fields:
             fields = {**look_up(read_table("clusters.toml")["cluster"], str(fields.pop("like")), "cluster"), **fields}
         where = f"cluster {fields.get('name', '')}"
-        ranks = fields.get("ranks_per_node")
-        required = ("inter_node",) if ranks == 1 else ("intra_node", "inter_node")
-        _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", *required), where)
+        links_needed = ("inter_node",) if fields.get("ranks_per_node") == 1 else ("intra_node", "inter_node")
+        _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", *links_needed), where)
+        ranks = fields["ranks_per_node"]
         _check_count("ranks_per_node", ranks, where)
         is_measured = "calibration" in fields
         device = _device(fields["device"], where, {} if is_measured else TYPICAL_DEVICE)

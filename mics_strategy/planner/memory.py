@@ -49,7 +49,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            raise ConfigError(f"`samples={self.samples!r}` of a micro-batch is not a whole number above 0. Use 1 or more.")
+            raise ConfigError(f"`samples={self.samples!r}` of a micro-batch is not a number. Use 1 or more.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
