@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 from mics_strategy.version import install_advice, package_version
 
 _BAR = 30  # characters
@@ -111,6 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _run_given(given)
+    except (MiCSError, OSError) as error:
+        print(command_error(given[0], error), file=sys.stderr)
+        return 1
+
+
+def _run_given(given: list[str]) -> int:
     if given and given[0] in _PROGRAMS:
         return _run_recipes(_PROGRAMS[given[0]], given[1:], given[0])
     if given and given[0] in _PLANNER_PROGRAMS:
@@ -119,11 +127,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _prepare_data(given[1:])
     options = parser(given[:1]).parse_args(given)
     here = {"inspect": _inspect, "export": _export, "config": _configure}
-    try:
-        return (here.get(options.command) or _module_of(options.command).run)(options)
-    except MiCSError as error:
-        print(f"mics {options.command}: {error}", file=sys.stderr)
-        return 1
+    code: int = (here.get(options.command) or _module_of(options.command).run)(options)
+    return code
 
 
 def _module_of(command: str) -> Any:

@@ -42,3 +42,19 @@ class CommunicationError(MiCSError, RuntimeError):
 
 class NoFeasiblePlan(MiCSError, ValueError):
     """No configuration fits into the memory of a rank."""
+
+
+def command_error(command: str, error: MiCSError | OSError) -> str:
+    """The line with which ``mics <command>`` ends where its user can repair the cause.
+
+    Raises:
+        OSError: `error`, if it is of no path.
+    """
+    text = str(error)
+    if isinstance(error, OSError):
+        if error.filename is None:
+            raise error
+        is_kind = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a folder is needed there, and a file is in its place" if is_kind else error.strerror
+        text = f"`{error.filename}` cannot be used: {reason}. Name another path, or correct this one."
+    return f"mics {command}: {text}"

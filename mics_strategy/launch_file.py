@@ -198,8 +198,12 @@ def write_launch_file(path: Path, answers: LaunchAnswers, *, overwrites: bool = 
     if not path.parent.is_dir():
         raise ConfigError(f"`{path.parent}` is not a folder. Create it, or use `--output` for another path.")
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(launch_text(answers))
-    os.replace(draft, path)
+    try:
+        draft.write_text(launch_text(answers))
+        os.replace(draft, path)
+    except OSError as error:
+        error.filename = str(path)  # the draft is not what the user named
+        raise
 
 
 def launch_text(answers: LaunchAnswers) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_strategy import ShardConfig
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 
 from .curves import CONTROL, REFERENCE, Curve, compare, failures, read_curve, table, write_files
 from .errors import RecipeError, require
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         differences = run(options)
-    except MiCSError as error:
-        print(f"mics fidelity: {error}", file=sys.stderr)
+    except (MiCSError, OSError) as error:
+        print(command_error("fidelity", error), file=sys.stderr)
         return 2
     for sentence in differences:
         print(sentence, file=sys.stderr)

@@ -29,7 +29,7 @@ from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.export import Export, export_safetensors
 from mics_strategy.checkpoint.safe_reader import SafeReader
 from mics_strategy.checkpoint.state import MODEL
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 
 from .config import Recipe, load_recipe
 from .errors import RecipeError
@@ -255,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise RecipeError(f"The export was to be written to {folder}, which is not empty. Choose a new folder.")
         checkpoint = Path(given[2]) if given[2:] else newest_checkpoint(run_folder)
         export_checkpoint(recipe, checkpoint, Tokenizer.from_file(str(run_folder / TOKENIZER)), folder)
-    except MiCSError as error:
-        sys.exit(f"error: {error}")
+    except (MiCSError, OSError) as error:
+        sys.exit(command_error("export-hf", error))
     print(f"{folder} has the weights of {checkpoint}")
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 
 from .batch import BatchPlan
 from .config import Recipe, load_recipe
@@ -176,13 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser().parse_known_args(arguments)
     try:
         text = render(options, overrides)
-    except MiCSError as error:
-        print(f"mics launch: {error}", file=sys.stderr)
+        if options.out is None:
+            print(text, end="")
+        else:
+            options.out.write_text(text)
+    except (MiCSError, OSError) as error:
+        print(command_error("launch", error), file=sys.stderr)
         return 1
-    if options.out is None:
-        print(text, end="")
-    else:
-        options.out.write_text(text)
     return 0
 
 

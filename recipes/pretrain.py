@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 
 from .batch import BatchPlan, batch_plan
 from .catalog import catalog, catalog_json, catalog_table
@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(_dry_run([argument for argument in given if argument != "--dry-run"]))
             return
         pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), named)
-    except MiCSError as error:
-        sys.exit(f"error: {error}")
+    except (MiCSError, OSError) as error:
+        sys.exit(command_error("pretrain", error))
 
 
 def _listing(arguments: Sequence[str]) -> str:

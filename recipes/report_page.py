@@ -20,6 +20,8 @@ import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
+from mics_strategy.errors import MiCSError, command_error
+
 from .environment import ENVIRONMENT, described
 from .errors import RecipeError
 from .metrics_files import JSONL, VALIDATION_LOSS, Row, read_rows
@@ -336,8 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("usage: mics report RUN_FOLDER [OTHER_RUN_FOLDER]")
     try:
         print(write_page(Path(given[0])) if len(given) == 1 else write_comparison(*map(Path, given)))
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
+    except (MiCSError, OSError) as error:
+        sys.exit(command_error("report", error))
 
 
 if __name__ == "__main__":

@@ -131,6 +131,20 @@ def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, caps
     assert f"it has no `.metadata`. Pass `{inner}`." in capsys.readouterr().err
 
 
+def test_a_path_that_cannot_be_written_ends_the_command(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(ranks, tmp_path / "step-2")
+    (tmp_path / "file").touch()
+    assert main(["export", str(tmp_path / "step-2"), str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err == (
+        f"mics export: `{tmp_path / 'file'}` cannot be used: a folder is needed there, and a file is in its place. "
+        "Name another path, or correct this one.\n"
+    )
+    assert main(["config", "--defaults", "--output", "/proc/x.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("mics config: `/proc/x.yaml` cannot be used: No such file or directory.")
+
+
 def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(ranks, tmp_path / "step-2")
     file = tmp_path / "step-2" / "__0_0.distcp"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from mics_strategy.errors import MiCSError
+from mics_strategy.errors import MiCSError, command_error
 
 from ..config import Recipe, load_recipe
 from ..errors import RecipeError
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
-    except MiCSError as error:
-        sys.exit(f"error: {error}")
+    except (MiCSError, OSError) as error:
+        sys.exit(command_error("data prepare", error))
 
 
 def _run(arguments: list[str]) -> None:

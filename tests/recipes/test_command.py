@@ -74,8 +74,8 @@ def test_a_recipe_that_reads_another_store_on_gpus_says_so(options: list[str], c
     ("more", "message"),
     [
         (["--workers=0"], r"`--workers=0` starts no process"),
-        (["--data.path=nowhere"], r"error: `data.path=nowhere` is not a folder.*hf download"),
-        (["--data.validation_share=1e-9"], r"error: `data.validation_share=1e-09`.*none for validation"),
+        (["--data.path=nowhere"], r"mics data prepare: `data.path=nowhere` is not a folder.*hf download"),
+        (["--data.validation_share=1e-9"], r"mics data prepare: `data.validation_share=1e-09`.*none for validation"),
     ],
     ids=["workers", "path", "share"],
 )

@@ -173,20 +173,20 @@ def test_the_command_refuses_with_one_line(tmp_path: Path):
     run.mkdir()
     with pytest.raises(SystemExit, match=r"usage: .*RUN_FOLDER FOLDER"):
         main([str(run)])
-    with pytest.raises(SystemExit, match=r"error: .*config.yaml does not exist"):
+    with pytest.raises(SystemExit, match=r"mics export-hf: .*config.yaml does not exist"):
         main([str(run), str(new)])
     (run / "config.yaml").write_text(recipe_of("llama").to_yaml())
-    with pytest.raises(SystemExit, match=r"error: .*tokenizer.json does not exist"):
+    with pytest.raises(SystemExit, match=r"mics export-hf: .*tokenizer.json does not exist"):
         main([str(run), str(new)])
     tokenizer_of(MODELS["llama"]).save(str(run / "tokenizer.json"))
-    with pytest.raises(SystemExit, match=r"error: .*no checkpoint to export"):
+    with pytest.raises(SystemExit, match=r"mics export-hf: .*no checkpoint to export"):
         main([str(run), str(new)])
-    with pytest.raises(SystemExit, match=r"error: .*is not empty"):
+    with pytest.raises(SystemExit, match=r"mics export-hf: .*is not empty"):
         main([str(run), str(run)])
     images = recipe_of(
         "images", model=ModelConfig(family="wide_resnet", num_classes=1000), data=DataConfig(source="synthetic_images")
     )
     (run / "config.yaml").write_text(images.to_yaml())
-    with pytest.raises(SystemExit, match=r"error: .*family=wide_resnet.*mics export"):
+    with pytest.raises(SystemExit, match=r"mics export-hf: .*family=wide_resnet.*mics export"):
         main([str(run), str(new)])
     assert not new.exists()

@@ -124,9 +124,17 @@ def test_mics_trains_like_ddp_and_sends_what_it_planned(
 def test_what_cannot_work_ends_before_ranks_start(repository: Path, cache_dir: Path, tmp_path: Path):
     config = f"--config={repository / 'recipes' / 'llama' / 'debug.yaml'}"
     folders = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}")
-    with pytest.raises(SystemExit, match=r"error: `batch\.global_size=12` cannot be shared evenly: 2 ranks"):
+    with pytest.raises(SystemExit, match=r"mics pretrain: `batch\.global_size=12` cannot be shared evenly: 2 ranks"):
         main([config, "--strategy.name=ddp", *folders, "--batch.global_size=12"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_is_a_file_is_told_in_one_line(repository: Path, cache_dir: Path, tmp_path: Path):
+    config = f"--config={repository / 'recipes' / 'llama' / 'debug.yaml'}"
+    (tmp_path / "file").touch()
+    message = "mics pretrain: `.*file` cannot be used: a folder is needed there"
+    with pytest.raises(SystemExit, match=message):
+        main([config, f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path / 'file'}"])
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_files_of_another_kind_are_refused(name: str, text: str | None, message:
     (folder / name).unlink(missing_ok=True)
     if text is not None:
         (folder / name).write_text(text)
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+    with pytest.raises(SystemExit, match=f"mics report: .*{message}"):
         main([str(folder)])
     assert not (folder / "report.html").exists()
 

@@ -368,7 +368,7 @@ def test_a_part_that_fails_is_reported_after_the_others(wikipedia: DataConfig, r
         command(wikipedia, repository, 2), cwd=repository, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "error: 1 of 5 parts failed, the others are kept. The first: " in done.stderr
+    assert "mics data prepare: 1 of 5 parts failed, the others are kept. The first: " in done.stderr
     assert "train-00002-of-00005.parquet cannot be read" in done.stderr
     draft = store_folder(wikipedia, VOCAB, "causal").with_suffix(".partial")
     assert len(list((draft / "parts").glob("*.json"))) == SHARDS - 1
@@ -412,7 +412,7 @@ def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repo
     time.sleep(1.0)  # Python's pool may wait for ever where a worker dies before the last one is entered in its list
     os.kill(workers[0], signal.SIGKILL)
     os.kill(workers[1], signal.SIGCONT)
-    assert "error: One of 2 workers was killed, usually because memory" in process.communicate()[1]
+    assert "mics data prepare: One of 2 workers was killed, usually because memory" in process.communicate()[1]
     assert process.returncode == 1
 
 
@@ -426,7 +426,7 @@ def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConf
     ]
     refused = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: `data.source=wikipedia` is prepared before training")
+    assert refused.stderr.startswith("mics data prepare: `data.source=wikipedia` is prepared before training")
     assert not (tmp_path / "run").exists()
     run(wikipedia)
     done = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
