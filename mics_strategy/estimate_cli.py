@@ -44,6 +44,7 @@ from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.space import overheads_of
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
+from mics_strategy.version import install_advice
 
 if TYPE_CHECKING:
     from mics_strategy.planner.model import ModelDescription
@@ -306,7 +307,7 @@ def _build_model(source: str) -> nn.Module:
     if ":" in source and not Path(source).exists():
         return _call_factory(source)
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
+        raise ConfigError(f"Models are built by transformers, which is not installed. {install_advice('recipes')}")
     transformers: Any = importlib.import_module("transformers")
     config = transformers_config(source)
     with torch.device("meta"):

@@ -50,7 +50,9 @@ def install_advice(extra: str) -> str:
                 extras += re.findall(r"\w+", requirement.removeprefix(package))
             elif package_version(package) == "unknown":
                 missing.append(shlex.quote(requirement))
-    return f"Run `pip install {' '.join(missing)}`." if missing else f"Run `pip install '.[{extra}]'` in a checkout."
+    if not missing:
+        return f"Run `pip install -c constraints.txt '.[{extra}]'` in a checkout."
+    return f"Run `pip install {' '.join(missing)}` (in a checkout, with `-c constraints.txt`)."
 
 
 def _requirements(extra: str = "") -> Iterator[str]:

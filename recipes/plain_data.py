@@ -8,7 +8,7 @@ field, `build` makes the dataclass.
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -157,13 +157,17 @@ def typed(values: Mapping[str, Any], kind: type, prefix: str = "") -> dict[str, 
     hints = types_of(kind)
     for name in values:
         if name not in hints:
-            blocks = [
-                block for block, hint in hints.items() if dataclasses.is_dataclass(hint) and name in types_of(hint)
-            ]
+            blocks = [field.name for field in dataclasses.fields(kind) if name in _names_inside(field)]
             matches = [f"{block}.{name}" for block in blocks] or difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
             hint = f" Did you mean `{prefix}{matches[0]}`?" if matches else ""
             raise RecipeError(f"{shown(prefix + name)} is no field of a recipe.{hint} Use one of {', '.join(hints)}.")
     return {name: _typed(value, hints[name], f"{prefix}{name}") for name, value in values.items()}
+
+
+def _names_inside(field: dataclasses.Field[Any]) -> Collection[str]:
+    """Return the names inside of a block: those of its dataclass, or of the one that its mapping is for."""
+    kind = field.metadata.get("fields_of", field.type)
+    return types_of(kind) if dataclasses.is_dataclass(kind) else ()
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:

@@ -25,7 +25,7 @@ class StrategyConfig:
     """
 
     name: str = "mics"
-    shard: dict[str, Plain] = field(default_factory=dict)
+    shard: dict[str, Plain] = field(default_factory=dict, metadata={"fields_of": ShardConfig})
     ranks_per_node: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mics_strategy import __version__, cli
 from mics_strategy.cli import main, parser
+from mics_strategy.version import install_advice
 from tests.checkpoint.test_export import saved
 from tests.engine.training import assert_identical
 from tests.ranks import RankPool
@@ -143,6 +144,14 @@ def test_a_path_that_cannot_be_written_ends_the_command(
     )
     assert main(["config", "--defaults", "--output", "/proc/x.yaml"]) == 1
     assert capsys.readouterr().err.startswith("mics config: `/proc/x.yaml` cannot be used: No such file or directory.")
+
+
+def test_estimate_says_which_transformers_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["estimate", str(tmp_path), "--ranks-per-node", "2"]) == 1
+    assert install_advice("recipes") in capsys.readouterr().err
 
 
 def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,13 +54,14 @@ def test_in_a_checkout_nothing_is_known_of_versions(installed: dict[str, str]) -
     del installed["mics_strategy"]
     assert package_version() == "unknown"
     check_torch("1.0")
-    assert install_advice("recipes") == "Run `pip install '.[recipes]'` in a checkout."
+    assert install_advice("recipes") == "Run `pip install -c constraints.txt '.[recipes]'` in a checkout."
 
 
 def test_what_an_extra_lacks_is_named(installed: dict[str, str]) -> None:
-    assert install_advice("recipes") == "Run `pip install 'jinja2>=3.1' 'accelerate<2,>=1.14'`."
+    missing = "Run `pip install 'jinja2>=3.1' 'accelerate<2,>=1.14'` (in a checkout, with `-c constraints.txt`)."
+    assert install_advice("recipes") == missing
     installed |= {"jinja2": "3.1", "accelerate": "1.14"}
-    assert install_advice("recipes") == "Run `pip install '.[recipes]'` in a checkout."
+    assert install_advice("recipes") == "Run `pip install -c constraints.txt '.[recipes]'` in a checkout."
 
 
 def test_nobody_is_told_to_install_a_name_that_is_not_registered() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
 from mics_strategy.engine.setup import guards
 from mics_strategy.engine.step import Engine
-from mics_strategy.engine.traffic import TrafficRow, compare
+from mics_strategy.engine.traffic import TrafficRows, compare
 from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError, LifecycleError
@@ -167,8 +167,7 @@ class Sharded:
         run_on_all_ranks(lambda: adopt(optimizer, self._target, self._step_hooks))
         return optimizer
 
-    @contextmanager
-    def micro_step(self, index: int, *, of: int) -> Iterator[None]:
+    def micro_step(self, index: int, *, of: int) -> AbstractContextManager[None]:
         """Declare which micro-step of an optimizer step runs in this context.
 
         It is a hint: in the last micro-step the second hop overlaps the backward. Without it, the last micro-step is
@@ -183,8 +182,12 @@ class Sharded:
         """
         if not 0 <= index < of:
             raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Use 0 to {of - 1}.")
+        return self._declaring(is_last=index == of - 1)
+
+    @contextmanager
+    def _declaring(self, *, is_last: bool) -> Iterator[None]:
         boundary = self._engine.reducer.boundary
-        before, boundary.declared = boundary.declared, index == of - 1
+        before, boundary.declared = boundary.declared, is_last
         try:
             yield
         finally:
@@ -285,10 +288,10 @@ class Sharded:
         units = (unit_plan_of(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
         return plan_step(tuple(units), self.scopes, step_order, owned)
 
-    def traffic(self) -> tuple[TrafficRow, ...]:
+    def traffic(self) -> TrafficRows:
         """Issued and planned traffic of this rank in the last step, by collective.
 
-        They are equal for the steps that `plan` describes.
+        They are equal for the steps that `plan` describes. `print` shows a table.
         """
         return compare(self.plan, self._target.last_step.issued)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mics_strategy.comm.traffic import CollectiveTraffic
 from mics_strategy.engine.plan import Plan
+from mics_strategy.text_table import text_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,19 @@ class TrafficRow:
     sent_bytes: int
 
 
-def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow, ...]:
+class TrafficRows(tuple[TrafficRow, ...]):
+    """Rows that are printed as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """One line for each row, below a header."""
+        rows = [("axis", "collective", "calls", "planned B", "sent B")]
+        rows += [(r.axis, r.collective, f"{r.count}", f"{r.planned_bytes:,}", f"{r.sent_bytes:,}") for r in self]
+        return "\n".join(text_table(rows, num_left=2))
+
+
+def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> TrafficRows:
     """The planned and the issued traffic of a step, by axis and collective.
 
     Args:
@@ -42,7 +55,7 @@ def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow,
         count[entry.axis, entry.collective] += times
         sent_bytes[entry.axis, entry.collective] += times * entry.sent_bytes
     keys = dict.fromkeys([*planned_count, *count])
-    return tuple(
+    return TrafficRows(
         TrafficRow(
             axis=axis,
             collective=collective,

@@ -27,6 +27,7 @@ from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, recipe_hint
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.version import install_advice
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ class ModelSource:
             raise ConfigError(f"`--model {self.text}`: {file} does not exist. Give a config.json, or its folder.")
         if importlib.util.find_spec("transformers") is None:
             raise ConfigError(
-                f"`--model {self.text}` is built by transformers, which is not installed. Run `pip install "
-                "transformers`, or name a model of the catalog."
+                f"`--model {self.text}` is built by transformers, which is not installed. {install_advice('recipes')} "
+                "Or name a model of the catalog."
             )
         transformers: Any = importlib.import_module("transformers")
         try:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mics_strategy import ShardConfig
-from mics_strategy.engine.traffic import TrafficRow
+from mics_strategy.engine.traffic import TrafficRow, TrafficRows
 from tests import models
 from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, root_only, start
@@ -212,6 +212,15 @@ def steps_with_evaluation(ctx: RankContext, run: Run) -> tuple[TrafficRow, ...]:
         training.model.train()
     training.step(3)
     return training.sharded.traffic()
+
+
+def test_a_report_is_printed_as_a_table() -> None:
+    row = TrafficRow(
+        axis="intra_node", collective="all_gather", planned_count=6, count=6, planned_bytes=1768, sent_bytes=768
+    )
+    assert f"{TrafficRows([row])}" == (
+        "axis        collective  calls  planned B  sent B\nintra_node  all_gather      6      1,768     768"
+    )
 
 
 def test_report_of_a_step_leaves_evaluation_out(ranks: RankPool) -> None:

@@ -64,6 +64,10 @@ def test_print_config_shows_defaults(capsys: pytest.CaptureFixture[str]):
     ("arguments", "message"),
     [
         (["--model.hidden=3"], r"`model\.hidden` is no field.*Did you mean `model\.hidden_size`"),
+        (
+            ["--strategy.partition_size=3"],
+            r"`strategy\.partition_size` is no field.*Did you mean `strategy\.shard\.partition_size`\?",
+        ),
         (["--tokenizer=gpt2"], r"`tokenizer` is no field.*Did you mean `data\.tokenizer`\?"),
         (["--config={model: {sizee: 3}}"], r"`model\.sizee` is no field"),
         (["--model.hidden_size=wide"], r"`model\.hidden_size` is `wide`.*a whole number or `auto`"),
