@@ -191,6 +191,7 @@ def load_checkpoint(
         Memory: this rank's shards, and about four copies of the largest saved item, because of how torch reads it.
     """
     finish_saves(sharded)
+    sharded.internals.groups.agree_on(None, "load_checkpoint (call it on every rank)")
     checkpoint = OpenCheckpoint(path, weights_only=weights_only)
     checkpoint.load(sharded, optimizers, strict=strict)
     return checkpoint.extra
@@ -217,6 +218,7 @@ def load_newest_checkpoint(
         CheckpointError: All checkpoints are damaged, or the newest intact one belongs to another model.
     """
     finish_saves(sharded)
+    sharded.internals.groups.agree_on(None, "load_newest_checkpoint (call it on every rank)")
     path = newest_checkpoint(folder)
     if path is not None:
         return load_checkpoint(path, sharded, optimizers, **options)

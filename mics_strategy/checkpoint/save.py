@@ -130,6 +130,7 @@ def save_checkpoint(
         writes, which is used again: about 1 / world_size of the state, and the values of quantized states.
     """
     finish_saves(sharded)
+    sharded.internals.groups.agree_on(None, "save_checkpoint (call it on every rank)")
     sharded.buffers.synchronize()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))

@@ -53,7 +53,7 @@ def gather_objects(value: T, caller: str = "") -> list[T]:
         missing = bounded.run_within(lambda: _missing_ranks(bounded.store, number)) if is_late else None
         silent = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
-            f"An object could not be gathered from all {len(values)} ranks: {error}. {silent}"
+            f"An object for {caller} could not be gathered from all {len(values)} ranks: {error}. {silent}"
             "A rank died, or runs other code. Look for the first error of the other ranks."
         ) from error
     callers = [other for other, _ in values]

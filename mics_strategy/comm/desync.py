@@ -210,8 +210,8 @@ class DesyncWatchdog:
         if self._silent:
             names = ", ".join(f"rank {rank}" for rank in sorted(self._silent))
             _logger.warning(
-                "Rank %d waits for %s, and not yet known to take part: %s. If it reads the value alone (`if rank == "
-                "0:`), let all ranks read it; it waits until the timeout of the group otherwise.",
+                "Rank %d waits for %s, and not yet known to take part: %s. If it calls or reads this alone (`if rank "
+                "== 0:`), let all ranks do so; it waits until the timeout of the group otherwise.",
                 *(self.rank, op, names),
             )
 

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from mics_strategy import (
+    LifecycleError,
+    ShardConfig,
+    Sharded,
+    Topology,
+    load_checkpoint,
+    load_newest_checkpoint,
+    save_checkpoint,
+    shard,
+)
 from mics_strategy.comm import watched_work
 from tests.ranks import RankContext, RankError, RankPool
 
@@ -139,7 +149,7 @@ def _read_behind_the_last_step(ctx: RankContext) -> list[str]:
 def test_a_rank_that_reads_long_before_the_others_warns_and_goes_on(ranks: RankPool) -> None:
     [message], *others = ranks(2, _read_behind_the_last_step, timeout_s=20.0)
     assert others == [[]]
-    assert re.search(r"Rank 0 waits for the reduction .* take part: rank 1\..*let all ranks read it", message)
+    assert re.search(r"Rank 0 waits for the reduction .* take part: rank 1\..*let all ranks do so", message)
 
 
 READS: dict[str, Callable[[Any], object]] = {
@@ -190,3 +200,29 @@ def test_a_value_that_one_rank_alone_reads_is_told_on_every_rank(ranks: RankPool
     for error in failure.value.by_rank.values():
         assert isinstance(error, LifecycleError)
         assert re.search(r"rank 0 for the (gather|reduction|agreement).*`full_tensor\(\)`.*if rank == 0:", str(error))
+
+
+CALLS: dict[str, Callable[[Path, Sharded], object]] = {
+    "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
+    "load_newest_checkpoint": load_newest_checkpoint,
+}
+
+
+def _call_on_rank_0(ctx: RankContext, path: Path, name: str) -> None:
+    model = Layers()
+    sharded = shard(model, "zero3", units=[nn.Linear])
+    with mock.patch.object(watched_work, "STALL_CHECK_S", 0.3):
+        if ctx.rank == 0:
+            CALLS[name](path, sharded)
+        model(torch.ones(2, 6), STRAIGHT)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_checkpoint_on_one_rank_alone_is_told_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(2, _call_on_rank_0, tmp_path, name, timeout_s=20.0)
+    assert len(failure.value.by_rank) == 2
+    for error in failure.value.by_rank.values():
+        assert isinstance(error, LifecycleError)
+        assert f"rank 0 for the agreement on {name} (call it on every rank)" in str(error)
