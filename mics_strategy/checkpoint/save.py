@@ -107,8 +107,7 @@ def save_checkpoint(
     """Write model, optimizers and random states as a checkpoint. Collective.
 
     The folder `path` appears only when everything is on disk. A previous pending save is waited for first, and its
-    failure is raised. Gradients are not saved: if micro-steps are pending, rank 0 warns once, the manifest records
-    their number, and loading warns again.
+    failure is raised. Gradients are not saved: if micro-steps are pending, rank 0 warns once, and loading warns.
 
     Args:
         path: Folder on a file system that all ranks share. Rank 0's path is used. A checkpoint there is replaced.
