@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -168,6 +169,8 @@ def transformers_config(name: str) -> Any:
     """
     transformers: Any = importlib.import_module("transformers")
     hint = recipe_hint(name)
+    if not hint and difflib.get_close_matches(name.lower(), model_names(), cutoff=0.85):
+        hint = nearest(name, model_names())  # a slip: the hub takes half a minute to answer that it is not reached
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=bool(hint))
     except (OSError, ValueError) as error:
