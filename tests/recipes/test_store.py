@@ -426,7 +426,7 @@ def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConf
     ]
     refused = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("mics data prepare: `data.source=wikipedia` is prepared before training")
+    assert refused.stderr.startswith("mics pretrain: `data.source=wikipedia` is prepared before training")
     assert not (tmp_path / "run").exists()
     run(wikipedia)
     done = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
