@@ -105,7 +105,7 @@ def test_a_plan_for_other_machines_says_what_a_run_here_would_be_refused_for(
         pretrain.main(given)
     pretrain.main([*given, "--dry-run"])
     report = capsys.readouterr().out
-    assert f"Started like this, it would be {str(refused.value).replace('error', 'refused')}" in report
+    assert f"Started like this, it would be {str(refused.value).replace('mics pretrain', 'refused')}" in report
     assert "planned for 16 ranks, 8 on a node (nodes: 2); the recipe is meant for AMSP: A800 80 GB, 16 nodes" in report
 
 
