@@ -35,7 +35,7 @@ from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.route import Route
-from mics_strategy.comm.traffic import StageTraffic, TrafficLog, with_sent_bytes
+from mics_strategy.comm.traffic import CollectiveTraffic, StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import BackendWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
@@ -330,9 +330,11 @@ class CollectiveQueue(ABC):
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
-    def log(self, traffic_of: Callable[..., list[StageTraffic]], *payload: Hashable) -> None:
-        """Record what a collective sends: `traffic_of(route, *payload)`."""
-        self._traffic_log.record(self._stages_of(traffic_of, *payload))
+    def log(self, traffic_of: Callable[..., list[StageTraffic]], *payload: Hashable) -> list[CollectiveTraffic]:
+        """Record what a collective sends, `traffic_of(route, *payload)`, and return it."""
+        stages = self._stages_of(traffic_of, *payload)
+        self._traffic_log.record(stages)
+        return stages
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:

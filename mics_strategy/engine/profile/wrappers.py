@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
-from mics_strategy.comm.traffic import SENT_BYTES, StageTraffic, all_reduce_bytes
+from mics_strategy.comm.traffic import CollectiveTraffic, all_reduce_bytes
 from mics_strategy.comm.work import Steps, Work
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.internals import Internals
@@ -262,11 +262,12 @@ class _QueueRecording:
         op: OpRequest = method(kind, label, numel, dtype)
         return op
 
-    def log(self, method: Method, stages: list[StageTraffic]) -> None:
+    def log(self, method: Method, *payload: Any) -> list[CollectiveTraffic]:
+        stages: list[CollectiveTraffic] = method(*payload)
         axes = {stage.axis: not stage.axis.startswith("intra_node") for stage in stages}
         self._axis = "+".join(sorted(axes, key=lambda axis: axes[axis]))  # the fastest first, as of a span
-        self._sent_bytes = sum(SENT_BYTES[stage.collective](stage.full_bytes, stage.size) for stage in stages)
-        method(stages)
+        self._sent_bytes = sum(stage.sent_bytes for stage in stages)
+        return stages
 
     def submit(
         self, method: Method, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None
