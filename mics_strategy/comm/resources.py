@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import override
 
 from mics_strategy import errors
@@ -336,8 +337,7 @@ def _forget_meshes() -> None:
     They know a mesh by its ranks: results would have the groups of an equal mesh of an earlier default group, which are
     gone, or whose names other groups have now.
     """
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # torch's function imports numpy
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
 
