@@ -322,6 +322,7 @@ class Sharded:
             An all-gather of every sharded parameter. Memory: one whole parameter at a time on every rank, all of them
             on rank 0's CPU.
         """
+        self._groups.agree_on(None, "full_state_dict (call it on every rank)")
         self.buffers.synchronize()
         return state.full_state_dict(self.model)
 
@@ -347,6 +348,7 @@ class Sharded:
         Raises:
             CheckpointError: A state cannot be reassembled from shards.
         """
+        self._groups.agree_on(None, "full_optimizer_state_dict (call it on every rank)")
         return state.full_optimizer_state_dict(optimizer, self._step_hooks.swap_of(optimizer).owner_of, self._groups)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

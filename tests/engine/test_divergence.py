@@ -206,6 +206,10 @@ CALLS: dict[str, Callable[[Path, Sharded], object]] = {
     "save_checkpoint": save_checkpoint,
     "load_checkpoint": load_checkpoint,
     "load_newest_checkpoint": load_newest_checkpoint,
+    "full_state_dict": lambda _, sharded: sharded.full_state_dict(),
+    "full_optimizer_state_dict": lambda _, sharded: sharded.full_optimizer_state_dict(
+        torch.optim.SGD(sharded.model.parameters())
+    ),
 }
 
 
@@ -219,7 +223,7 @@ def _call_on_rank_0(ctx: RankContext, path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_checkpoint_on_one_rank_alone_is_told_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_a_state_of_one_rank_alone_is_told_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2, _call_on_rank_0, tmp_path, name, timeout_s=20.0)
     assert len(failure.value.by_rank) == 2
