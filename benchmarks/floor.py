@@ -26,9 +26,9 @@ def hop_to_compute(*, compute_s: float, hop_bytes: float, link_bytes_per_s: floa
     """Time of the second hop by that of compute: how much of a step the link would be busy.
 
     Args:
-        compute_s: Of all micro-steps of an optimizer step.
-        hop_bytes: That one node sends in the second hop.
-        link_bytes_per_s: Of one node's link, in one direction.
+        compute_s: Time of all micro-steps of an optimizer step.
+        hop_bytes: Bytes that one node sends in the second hop.
+        link_bytes_per_s: Rate of one node's link, in one direction.
     """
     return hop_bytes / link_bytes_per_s / compute_s
 

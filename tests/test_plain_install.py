@@ -69,6 +69,6 @@ def test_the_core_trains_saves_and_plans_with_what_it_requires_alone(tmp_path: P
     command = [sys.executable, "-c", TRAINING, str(tmp_path), str(root / "pyproject.toml")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = [subprocess.Popen([*command, str(rank)], env=env, cwd=tmp_path, **pipes) for rank in range(2)]
-    (printed, problems), (_, other_problems) = [child.communicate() for child in children]
+    (printed, problems), (_, other_problems) = [child.communicate(timeout=300) for child in children]
     assert [child.returncode for child in children] == [0, 0], problems + other_problems
     assert printed.strip().splitlines()[-1:] == ["all done"]

@@ -151,6 +151,22 @@ def test_plan_takes_a_name_of_transformers(
     assert named == of_file
 
 
+def test_a_slip_in_a_name_of_the_catalog_asks_no_hub(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def from_pretrained(name: str, *, local_files_only: bool) -> None:
+        asked.append(not local_files_only)
+        raise OSError(name)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    batch = ["--seq-len", "1024", *P4D, "--global-batch", "64"]
+    refused(capsys, ["plan", "--model", "lama-7b", *batch], "Did you mean llama-7b")
+    refused(capsys, ["plan", "--model", "gpt2-xxl", *batch], "is not a model of transformers")
+    assert asked == [False, True]
+
+
 def test_an_estimate_without_a_batch_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "llama-7b", "--cluster", "p4d.24xlarge"]) == 0
     total, rest = capsys.readouterr().out.splitlines()[-2:]
