@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,11 @@ from mics_strategy import MiCSError, ShardConfig, shard
 from tests.rank_report import RankContext
 
 _MOST_ROWS = 100
+_NOT_OF_VALUES = frozenset(  # of memory, devices and autograd
+    """backward const_data_ptr cuda data_ptr detach_ is_set_to is_shared module_load record_stream register_hook
+    register_post_accumulate_grad_hook reinforce requires_grad_ retain_grad set_ share_memory_ slice_inverse storage
+    storage_type to_mkldnn untyped_storage""".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,11 @@ def samples(every: int, *, in_place: bool, differentiable: bool, form: str) -> l
         differentiable: Whether to leave out operators without a gradient.
         form: ``"first"``: the first sample; ``"second"``: the second one with several rows; ``"row"``: the first row of
             the first one, where the operator takes it, of which most ranks have nothing; ``"view"``: the first one with
-            several rows, to be rows of a tensor with one more.
+            several rows, to be rows of a tensor with one more; ``"methods"``: every so many-th method of a tensor, with
+            different arguments on one shape.
     """
+    if form == "methods":
+        return [sample for sample in _methods(every) if _is_deterministic(sample)]
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so only where needed
 
     chosen = []
@@ -91,6 +100,30 @@ def samples(every: int, *, in_place: bool, differentiable: bool, form: str) -> l
             made = [Sample(name, call, values, args) for name, call in calls.items() if call is not None]
             chosen += [one for one in made if _is_deterministic(one)]
     return chosen
+
+
+def _methods(every: int) -> Iterator[Sample]:
+    """Methods with arguments that may fit a matrix. A rule that DTensor keeps for one call must not hold for others."""
+    values, other = torch.rand(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    of_one: list[tuple[Any, ...]] = [(), (2,), (1,), (0,), (-1,), (0.5,), (other,), (torch.float32,)]
+    of_more: list[tuple[Any, ...]] = [
+        (1, 0),
+        (0, 1),
+        (2, 1),
+        (2, 0),
+        (1, 0, 2),
+        (0, 1, 3),
+        ([4, 6],),
+        (other > 0.5, 3.0),
+    ]
+    arguments = [*of_one, *of_more, (0, torch.tensor([0, 5])), (1, torch.tensor([0, 3])), (other, lambda a, b: a + b)]
+    for name in [name for name in dir(Tensor) if not name.startswith("_") and callable(getattr(Tensor, name))][::every]:
+        if name not in _NOT_OF_VALUES and not name.startswith(("new", "unsafe_")):  # not initialized; no safe views
+            yield from (Sample(name, partial(_call_method, name), values, (args, {})) for args in arguments)
+
+
+def _call_method(name: str, tensor: Tensor, *args: Any) -> Any:
+    return getattr(tensor, name)(*args)  # as a class may have it
 
 
 def _of_form(dense: Iterator[Any], form: str) -> list[Any]:
@@ -127,8 +160,8 @@ def _is_deterministic(sample: Sample) -> bool:
     try:
         with _Draws() as draws:
             sample.on(sample.values.clone())
-    except (RuntimeError, AssertionError, ValueError, LookupError):
-        return False  # in place, on a shape that does not hold the result, or for GPUs alone
+    except (RuntimeError, AssertionError, ValueError, LookupError, TypeError, AttributeError):
+        return False  # other arguments, in place, on a shape that does not hold the result, or for GPUs alone
     return not draws.has_drawn
 
 

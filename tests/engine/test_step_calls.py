@@ -5,12 +5,15 @@ import sys
 from collections import Counter
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import adam
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.engine.parameter import LocalParameter
 from mics_strategy.engine.tensor_memory import TensorMemory
 from tests.ranks import RankContext, RankPool
 
@@ -71,3 +74,23 @@ def test_a_parameter_costs_few_calls_in_a_step(ranks: RankPool, preset: str) -> 
     for python, builtin in ranks(4, calls_per_parameter, preset, ranks_per_node=2):
         assert python <= CEILING
         assert builtin <= BUILTIN_CEILING
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A script's class, whose methods may keep parameters in sets and dicts."""
+
+
+def kinds_in_a_step(ctx: RankContext, optimizer_class: type[torch.optim.Optimizer]) -> set[type]:
+    """Classes of the tensors that torch's update of AdamW is called with."""
+    model = nn.Linear(4, 4)
+    shard(model, ShardConfig.preset("zero3", update_locality="element"))
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    with patch.object(adam, "adam", wraps=adam.adam) as update:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return {type(parameter) for call in update.call_args_list for parameter in call.args[0]}
+
+
+def test_torch_looks_for_no_overrides_in_its_own_optimizers(ranks: RankPool) -> None:
+    assert ranks(2, kinds_in_a_step, torch.optim.AdamW) == [{nn.Parameter}] * 2
+    assert ranks(2, kinds_in_a_step, OwnAdamW) == [{LocalParameter}] * 2

@@ -23,6 +23,12 @@ def stepped_by(optimizer: Optimizer) -> list[Optimizer]:
     return [o for o in others if any(id(parameter) in ids for group in o.param_groups for parameter in group["params"])]
 
 
+def is_torch_own(optimizer: Optimizer) -> bool:
+    """Whether the class of an optimizer and the body of its steps are torch's own."""
+    cls = type(optimizer)
+    return all(module.startswith("torch.optim.") for module in (cls.__module__, cls.step.__module__))
+
+
 def has_states_elsewhere(optimizer: Optimizer) -> bool:
     """Whether another optimizer, which this one steps, holds states of its own."""
     return any(other.state is not optimizer.state for other in stepped_by(optimizer))

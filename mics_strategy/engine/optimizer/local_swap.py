@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.comm.placement import full_tensor, is_sharded
 from mics_strategy.engine.exact_dtensor import ExactDTensor
+from mics_strategy.engine.optimizer.kinds import is_torch_own
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
 from mics_strategy.engine.optimizer.target import OptimizerTarget
@@ -50,7 +52,7 @@ class _SwappedParam:
     """
 
     sharded: ShardedParameter
-    local: LocalParameter
+    local: nn.Parameter
     storage: torch.Tensor
     address: int
     owner: int | None = None
@@ -250,7 +252,8 @@ class LocalParamSwap:
                     param.unwrap(state)
                 if state:
                     states[param.local] = state
-                param.num_writes = param.sharded.mics_memory.num_writes
+                if param.owner is not None:
+                    param.num_writes = param.sharded.mics_memory.num_writes
         self.is_local = True
         self._random_states = self.target.random.begin()
 
@@ -310,7 +313,9 @@ class LocalParamSwap:
     def _add_rows(self, sharded: ShardedParameter) -> _SwappedParam:
         """Add a parameter of which every rank updates its rows."""
         storage = sharded.local.detach()
-        local = LocalParameter(storage, requires_grad=sharded.requires_grad)
+        # Torch's own bodies keep no sets or dicts of parameters; it looks for overrides of a subclass in each call.
+        kind = nn.Parameter if is_torch_own(self._optimizer) else LocalParameter
+        local = kind(storage, requires_grad=sharded.requires_grad)
         return self._add(_SwappedParam(sharded, local, storage, storage.data_ptr()))
 
     def _add(self, param: _SwappedParam) -> _SwappedParam:
