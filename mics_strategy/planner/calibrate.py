@@ -4,7 +4,8 @@ Every rank of the job takes part. Collectives run on the communicators that the 
 so that gloo's peer memory and NCCL are measured as training uses them. Ranks start together, and the
 time of the slowest one counts.
 
-1. Rates of matrix products, of memory and of codecs, and the time of a transformer layer, all ranks computing at once.
+1. Rates of matrix products, attention, memory and codecs, and the time of a transformer layer, all ranks computing at
+   once.
 2. Each collective by size, inside nodes, between nodes, and in one stage over both.
 3. A reduce-scatter on each link while the device computes: by how much each slows the other.
 
@@ -47,7 +48,7 @@ from mics_strategy.planner.device_rates import (
     repeat,
     synchronize,
 )
-from mics_strategy.planner.layer_time import layer_seconds, sustained_share
+from mics_strategy.planner.layer_time import attention_rate, layer_seconds, sustained_share
 from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
 from mics_strategy.topology import Topology
@@ -248,12 +249,14 @@ class _Calibration:
                 f"{flop_per_s[dtype] / 1e12:.4g} in {dtype}. Give the peak of this device in this dtype, or none."
             )
         name = device_name(self._device) if self._options.device_name == "auto" else self._options.device_name
+        attention_flop_per_s = attention_rate(_DTYPES[dtype], self._device, self._start_together)
         device = Device(
             name=name,
             memory_bytes=memory_bytes(self._device, per_node),
             memory_bytes_per_s=statistics.median(other for _, other in gathered),
             peak_flop_per_s=peak,
             matmul_efficiency=flop_per_s[dtype] / peak,
+            attention_share=min(1.0, statistics.median(gather_objects(attention_flop_per_s)) / flop_per_s[dtype]),
         )
         return {
             "device": {
@@ -262,6 +265,7 @@ class _Calibration:
                 "memory_bandwidth": device.memory_bytes_per_s,
                 "peak": device.peak_flop_per_s,
                 "matmul_efficiency": device.matmul_efficiency,
+                "attention_share": device.attention_share,
                 "sustained_efficiency": self._sustained_share(device, _DTYPES[dtype]),
                 "sustained_source": "a transformer layer by mics calibrate",
             },

@@ -1,4 +1,4 @@
-"""Share of a device's best speed that a transformer layer sustains.
+"""Speed of fused attention, and the share of a device's best speed that a transformer layer sustains.
 
 Large matrix products and copies show the best speed of a device. A layer also has smaller products, attention, norms
 and launches between them. The planner's own time of the layer's forward and backward at the best speed, by the time
@@ -13,11 +13,13 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from mics_strategy.planner.cluster import Device
 from mics_strategy.planner.device_rates import median_seconds
+from mics_strategy.planner.model import attention_speed
 from mics_strategy.planner.model_trace import TraceInput, trace_model
-from mics_strategy.planner.simulator import compute_times
+from mics_strategy.planner.simulator import ATTENTION_BACKWARD, compute_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,33 @@ _SIZES = {
     "cuda": LayerSize(width=4096, num_heads=32, num_tokens=2048, num_sequences=1),
     "cpu": LayerSize(width=256, num_heads=4, num_tokens=128, num_sequences=2),
 }
+
+
+# Long enough to fill the device; heads of 128 elements, with which `attention_speed` is 1 for endless sequences.
+_ATTENTION_SIZES = {
+    "cuda": LayerSize(width=2048, num_heads=16, num_tokens=8192, num_sequences=2),
+    "cpu": LayerSize(width=256, num_heads=2, num_tokens=512, num_sequences=1),
+}
+
+
+def attention_rate(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:
+    """FLOP per second of fused causal attention with long sequences, while every rank computes.
+
+    Of forward and backward together. Half of the scores count.
+    """
+    size = _ATTENTION_SIZES[device.type]
+    head_size = size.width // size.num_heads
+    shape = (4, size.num_sequences, size.num_heads, size.num_tokens, head_size)
+    gradient, *inputs = torch.randn(shape, dtype=dtype, device=device).unbind()
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    flop = 2 * size.num_sequences * size.num_heads * size.num_tokens**2 * head_size * (1 + ATTENTION_BACKWARD)
+    seconds = median_seconds(partial(_attend, leaves, gradient), device, start_together)
+    return flop / seconds / attention_speed(size.num_tokens, head_size)
+
+
+def _attend(leaves: list[torch.Tensor], gradient: torch.Tensor) -> None:
+    query, key, value = leaves
+    torch.autograd.grad(scaled_dot_product_attention(query, key, value, is_causal=True), leaves, gradient)
 
 
 def layer_seconds(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:

@@ -38,7 +38,7 @@ _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
 # runs that docs/planner-leaderboard.md names.
 _PIPELINE_WIDTH = 80
 _NODE_SPREAD = 0.01  # of the time of equal nodes, one standard deviation; fitted as above
-_ATTENTION_BACKWARD = 2.5  # five products for the forward's two: FlashAttention-2 (arXiv:2307.08691), section 4.1
+ATTENTION_BACKWARD = 2.5  # five products for the forward's two: FlashAttention-2 (arXiv:2307.08691), section 4.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float,
     attention_s = unit.attention_flop * samples / attention_flop_per_s
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
     forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
-    return forward_s, 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
+    return forward_s, 2 * matmul_s + ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
 
 
 def straggler_factor(num_nodes: int) -> float:

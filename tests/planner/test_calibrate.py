@@ -13,16 +13,20 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 from mics_strategy.cli import main
 from mics_strategy.planner import calibrate as calibrate_module
-from mics_strategy.planner import device_rates
+from mics_strategy.planner import device_rates, layer_time
 from mics_strategy.planner.calibrate import CalibrationOptions, calibrate, probes
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.layer_time import sustained_share
+from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.planner.simulator import compute_times
 from mics_strategy.planner.workload import Workload
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.simulated_ranks import simulate_gpus
@@ -105,6 +109,7 @@ def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, r
     assert links == ({"intra_node", "inter_node"} if ranks_per_node > 1 else {"inter_node"})
     assert cluster.device.peak_flop_per_s > 1e8
     assert 0 < cluster.device.sustained_efficiency <= 1
+    assert 0 < cluster.device.attention_share < 1  # products of 512 x 512 are faster on every machine
     assert all(cluster.measured_codec(Codec(bits=bits, rotation=r)) for bits in (8, 4, 2) for r in (False, True))
     workload = Workload(
         model=describe_model("bert-1.5b", 128), global_batch=cluster.world_size, micro_batch=1, recompute=False
@@ -129,8 +134,8 @@ def _timed(run: Callable[[], object], *_: Any) -> float:
 
 def test_on_gpus_four_collectives_are_timed_in_a_row() -> None:
     """Of one alone between two waits of the host, its launch would be measured."""
-    rates = {"matmul_rate": 1e14, "memory_rate": 1e12, "layer_seconds": 1.0, "codec_rates": (1e9, 1e9)}
-    rates |= {"memory_bytes": 10**9, "device_name": "pretended", "matrix_product": lambda: None}
+    rates = {"matmul_rate": 1e14, "memory_rate": 1e12, "attention_rate": 7e13, "codec_rates": (1e9, 1e9)}
+    rates |= {"layer_seconds": 1.0, "memory_bytes": 10**9, "device_name": "pretended", "matrix_product": lambda: None}
     with ExitStack() as stack:
         for name, rate in rates.items():
             stack.enter_context(mock.patch.object(calibrate_module, name, return_value=rate))
@@ -143,6 +148,24 @@ def test_no_zeros_are_multiplied() -> None:
     """With zeros a GPU runs at a higher clock."""
     product: Any = device_rates.matrix_product(torch.float32, torch.device("cpu"), small=True)()
     assert product.std().item() == pytest.approx(len(product) ** 0.5, rel=0.1)  # of normal values
+
+
+class Attention(nn.Module):
+    """Causal attention of 2 heads of 128 elements over 512 tokens, as a calibration of a CPU measures it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_attention_that_was_measured_is_predicted_to_take_its_time() -> None:
+    with mock.patch.object(layer_time, "median_seconds", return_value=3.0):
+        rate = layer_time.attention_rate(torch.float32, torch.device("cpu"), lambda: None)
+    example = {"x": torch.zeros(1, 2, 512, 128, device="meta")}
+    traced = TraceInput(name="attention", example=example, units="auto", loss=lambda out: out.sum())
+    (unit,) = trace_model(Attention(), traced).units
+    device = dataclasses.replace(tiny_cluster().device, memory_bytes_per_s=1e30, attention_share=0.5)
+    device = dataclasses.replace(device, peak_flop_per_s=2 * rate / device.matmul_efficiency)
+    assert sum(compute_times(unit, 1, device)) == pytest.approx(3.0)
 
 
 def test_a_layer_takes_the_time_of_its_flop_and_of_its_memory_at_the_best_speed() -> None:
