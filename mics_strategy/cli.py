@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import select
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mics_strategy.errors import MiCSError, command_error
+from mics_strategy.recipe_names import recipes_package
 from mics_strategy.version import install_advice, package_version
 
 _BAR = 30  # characters
@@ -159,7 +159,7 @@ def _prepare_data(arguments: Sequence[str]) -> int:
 def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
     """Run a program of the recipes with its own options; return its exit code."""
     try:
-        program: Any = importlib.import_module(f"{_recipes_package()}.{module}")
+        program: Any = importlib.import_module(f"{recipes_package()}.{module}")
     except ModuleNotFoundError as error:
         print(
             f"mics {command}: the recipes need `{error.name}`, which is not installed. {install_advice('recipes')}",
@@ -179,16 +179,6 @@ def _run_planner(module: str, arguments: Sequence[str]) -> int:
     program: Any = importlib.import_module(f"mics_strategy.planner.{module}")
     code: int = program.main(arguments)
     return code
-
-
-def _recipes_package() -> str:
-    """Return the name of the recipes' package. In a checkout that is not installed, they are beside this package."""
-    if importlib.util.find_spec("mics_strategy.recipes") is None:
-        checkout = Path(__file__).resolve().parents[1]
-        if (checkout / "recipes" / "pretrain.py").is_file():
-            sys.path.append(str(checkout))
-            return "recipes"
-    return "mics_strategy.recipes"
 
 
 def _inspect(options: argparse.Namespace) -> int:

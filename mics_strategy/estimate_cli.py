@@ -1,8 +1,8 @@
 """The command ``mics estimate``: memory of each rank of a job that does not run.
 
-A model is a name of the planner's catalog, a folder with transformers' ``config.json``, the name of a model of
-transformers, or ``module:function``, a function that returns a module. Modules are built on the meta device, and so is
-their engine (`estimate`); for a name of the catalog the planner's arithmetic gives the same numbers.
+A model is a name of the planner's catalog, a recipe, a folder with transformers' ``config.json``, the name of a model
+of transformers, or ``module:function``, a function that returns a module. Modules are built on the meta device, and so
+is their engine (`estimate`); for a name of the catalog the planner's arithmetic gives the same numbers.
 Activations are traced, or computed for the catalog.
 """
 
@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +38,11 @@ from mics_strategy.planner.memory import (
     activation_bytes,
     rank_memory,
 )
-from mics_strategy.planner.model_sources import transformers_config
+from mics_strategy.planner.model_sources import recipe_model, transformers_config
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.space import overheads_of
+from mics_strategy.recipe_names import is_recipe
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
 from mics_strategy.version import install_advice
@@ -70,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command, and an example."""
     parser.epilog = "example: mics estimate llama-7b --nodes 4 --ranks-per-node 8 --micro-batch 1 --memory '80 GB'"
     parser.add_argument(
-        "model", help="a catalog name, a folder with config.json, a transformers model, or module:function"
+        "model", help="a catalog name, a recipe, a folder with config.json, a transformers model, or module:function"
     )
     parser.add_argument("--nodes", type=int, default=None, help="number of nodes; default: the cluster file's, or 1")
     parser.add_argument(
@@ -272,15 +273,22 @@ _ONLY_WITH_ACTIVATIONS = tuple(kind for kind in NOT_STATES if kind != "communica
 
 
 def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None, overheads: Overheads) -> _Estimate:
-    model = _build_model(options.model)
+    if is_recipe(options.model):
+        model, traced = recipe_model(options.model, options.seq_len or 0)
+        options.seq_len = traced.tokens_per_sample
+    else:
+        tokens = options.seq_len or _DEFAULT_TOKENS
+        example = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
+        model, traced = (
+            _build_model(options.model),
+            TraceInput(name=options.model, example=example, tokens_per_sample=tokens),
+        )
     numel = sum(parameter.numel() for parameter in model.parameters())
     units = "auto" if options.units is None else tuple(options.units.split(","))
     rows: dict[str, int] = {}
     activations = None
     if options.micro_batch is not None:
-        tokens = options.seq_len or _DEFAULT_TOKENS
-        example = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
-        traced = TraceInput(name=options.model, example=example, tokens_per_sample=tokens, units=units)
+        traced = replace(traced, units=units)
         copied = copy.deepcopy(model).to(config.param_dtype_of(torch.float32)).train()
         batch = MicroBatch(samples=options.micro_batch, recomputes=options.recompute)
         rows = activation_bytes(trace_model(copied, traced).units, batch)

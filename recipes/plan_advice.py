@@ -6,12 +6,14 @@ Nothing is started, and the recipe keeps its own strategy: the advice ends with 
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from mics_strategy.planner import Choice, Cluster, Workload, plan
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 
-from .config import Recipe
+from .config import Recipe, load_recipe
 from .errors import RecipeError
+from .files import find_recipe
 from .memory import planned_machines
 from .models.build import build_model
 
@@ -46,22 +48,38 @@ def plan_advice(recipe: Recipe, cluster_name: str) -> str:
     return f"{choice.table()}\n\nIn the recipe, this is\n{_yaml(recipe, choice)}"
 
 
+def named_model(name: str, seq_len: int) -> tuple[nn.Module, TraceInput]:
+    """Return the model of a recipe on GPUs, on the meta device in fp32, and its example, for `mics plan --model`.
+
+    Args:
+        name: Name of a recipe of the project.
+        seq_len: Tokens of a sample; 0 for those of the recipe, and for images.
+
+    Raises:
+        RecipeError: The model has fewer positions, or reads images.
+    """
+    recipe = load_recipe([f"--config={find_recipe(name)}"], has_cuda=True)
+    if seq_len and recipe.model.reads_images:
+        raise RecipeError(f"`--seq-len {seq_len}` was given with {name}, which reads images. Leave out `--seq-len`.")
+    return _traced(recipe, seq_len or recipe.sample_size, torch.float32)
+
+
+def _traced(recipe: Recipe, size: int, dtype: torch.dtype) -> tuple[nn.Module, TraceInput]:
+    model = replace(recipe.model, compile="none", activation_checkpointing=False)  # the planner decides on the latter
+    with torch.device("meta"):
+        module = build_model(model, size).to(dtype).train()
+    if model.reads_images:
+        return module, TraceInput(name=recipe.name, example={"images": torch.zeros(1, 3, size, size, dtype=dtype)})
+    example = {"input_ids": torch.zeros(1, size, dtype=torch.int64)}
+    return module, TraceInput(name=recipe.name, example=example, tokens_per_sample=size)
+
+
 def _workload(recipe: Recipe) -> Workload:
     param_dtype, master_dtype = _DTYPES[recipe.trainer.precision]
-    model = replace(recipe.model, compile="none", activation_checkpointing=False)  # the planner decides on the latter
-    dtype: torch.dtype = getattr(torch, param_dtype)
-    with torch.device("meta"):
-        module = build_model(model, recipe.sample_size).to(dtype).train()
-    if model.reads_images:
-        size = recipe.sample_size
-        traced = TraceInput(name=recipe.name, example={"images": torch.zeros(1, 3, size, size, dtype=dtype)})
-    else:
-        example = {"input_ids": torch.zeros(1, recipe.sample_size, dtype=torch.int64)}
-        traced = TraceInput(name=recipe.name, example=example, tokens_per_sample=recipe.sample_size)
     return Workload(
-        model=trace_model(module, traced),
+        model=trace_model(*_traced(recipe, recipe.sample_size, getattr(torch, param_dtype))),
         global_batch=recipe.batch.global_size,
-        recompute=False if model.reads_images else "auto",  # BatchNorm's statistics would be updated twice
+        recompute=False if recipe.model.reads_images else "auto",  # BatchNorm's statistics would be updated twice
         param_dtype=param_dtype,
         master_dtype=master_dtype,
     )

@@ -20,7 +20,7 @@ HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
 # A module may import its own layer and those above it in this table. The longest prefix counts;
 # "" is mics_strategy/__init__.py. `config` stands with the pure files: it holds a Topology.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
+    ("errors", "version", "recipe_names"),
     (
         *("config", "topology", "scopes", "timeline", "sharding_report", "text_table", "tuning.threshold"),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),

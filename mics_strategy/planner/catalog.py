@@ -121,16 +121,5 @@ def look_up(table: Mapping[str, Mapping[str, Any]], name: str, noun: str) -> dic
     return {**inherited, **fields}
 
 
-def recipe_hint(name: str) -> str:
-    """The commands for the model of a recipe of this name, for an error; empty where there is none."""
-    folders = (parent / "recipes" for parent in Path(__file__).parents[1:3])  # of a wheel, of a checkout
-    if name not in {f"{file.parent.name}-{file.stem}" for folder in folders for file in folder.glob("*/*.yaml")}:
-        return ""
-    return (
-        f" It is a recipe: run `mics pretrain {name} --plan CLUSTER` for a plan, or `mics pretrain {name} --dry-run` "
-        "for the memory of a rank."
-    )
-
-
 def _key(name: str) -> str:
     return name.lower().replace("_", "-")

@@ -1,6 +1,8 @@
 """Models as a user names them: from the catalog, a configuration, or a function.
 
 - `llama-7b`: a name of `models.toml`, described by formula.
+- `gpt2-xl`: a recipe, whose model is built from its YAML on the meta device and traced, with the recipe's length of
+  samples unless another is stated.
 - `path/to/config.json`, its folder, or a name that transformers knows (`gpt2`): a model of transformers, which is built
   on the meta device and traced.
 - `package.module:factory`: a function that returns a module and an example, which are traced. It is called under
@@ -25,10 +27,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mics_strategy.errors import ConfigError, nearest
-from mics_strategy.planner.catalog import describe_model, is_image_model, model_names, recipe_hint
+from mics_strategy.planner.catalog import describe_model, is_image_model, model_names
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.recipe_names import is_recipe, recipes_package
 from mics_strategy.version import install_advice
+
+_HUB_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +64,12 @@ class ModelSource:
             return self._of_config(path)
         if ":" in self.text:
             return self._of_factory()
+        if is_recipe(self.text):
+            return self._trace(*recipe_model(self.text, self.seq_len))
         if importlib.util.find_spec("transformers") is None:
             raise ConfigError(
-                f"`--model {self.text}` is neither a model of the catalog, nor a file, nor `module:factory`."
-                f"{recipe_hint(self.text) or nearest(self.text, model_names())}"
+                f"`--model {self.text}` is neither a model of the catalog, nor a recipe, nor a file, nor "
+                f"`module:factory`.{nearest(self.text, model_names())}"
             )
         return self._of_transformers(transformers_config(self.text), self.text, self.text)
 
@@ -161,18 +168,49 @@ class ModelSource:
         return value.to(self.dtype) if is_floating else value
 
 
+def recipe_model(name: str, seq_len: int) -> tuple[nn.Module, TraceInput]:
+    """The model of a recipe on the meta device, and an example.
+
+    Args:
+        name: Name of the recipe.
+        seq_len: Tokens of a sample; 0 for those of the recipe.
+
+    Raises:
+        ConfigError: What the recipes need is not installed.
+    """
+    try:
+        recipes: Any = importlib.import_module(f"{recipes_package()}.plan_advice")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`{name}` is a recipe, which needs `{error.name}`, and that is not installed. {install_advice('recipes')}"
+        ) from error
+    model: tuple[nn.Module, TraceInput] = recipes.named_model(name, seq_len)
+    return model
+
+
 def transformers_config(name: str) -> Any:
     """The configuration of a model that transformers knows, from its cache or the hub, or of a folder.
+
+    The hub is asked once whether it has the model: transformers would ask six times, for half a minute.
 
     Raises:
         ConfigError: transformers knows no such model.
     """
     transformers: Any = importlib.import_module("transformers")
-    hint = recipe_hint(name)
-    if not hint and difflib.get_close_matches(name.lower(), model_names(), cutoff=0.85):
-        hint = nearest(name, model_names())  # a slip: the hub takes half a minute to answer that it is not reached
+    hub: Any = importlib.import_module("huggingface_hub")
+    is_slip = bool(difflib.get_close_matches(name.lower(), model_names(), cutoff=0.85))
     try:
-        return transformers.AutoConfig.from_pretrained(name, local_files_only=bool(hint))
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
-        reason = f".{hint}" if hint else f": {' '.join(str(error).split())}{nearest(name, model_names())}"
-        raise ConfigError(f"`{name}` is not a model of transformers, nor of the catalog{reason}") from error
+        if is_slip or Path(name).exists():
+            reason = nearest(name, model_names()) if is_slip else f" {' '.join(str(error).split())}"
+            raise ConfigError(f"`{name}` is not a model of transformers, nor of the catalog.{reason}") from error
+    try:
+        hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+        return transformers.AutoConfig.from_pretrained(name)
+    except Exception as error:  # of the hub, which names no common class, or of its HTTP client
+        raise ConfigError(
+            f"`{name}` is not a model of the catalog, nor a recipe, nor in transformers' cache, and the hub has no "
+            f"configuration of it or was not reached: {' '.join(str(error).split())}. Correct the name, or download "
+            f"the model's config.json and name its folder.{nearest(name, model_names())}"
+        ) from error

@@ -28,7 +28,7 @@ _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change
 _EXAMPLES = {"--seq-len": "2048", "--global-batch-tokens": "4M, which is 4,194,304 where the ranks divide that"}
 _RECOMPUTE: dict[str, bool | str] = {"yes": True, "no": False, "auto": "auto"}
-_MODEL_HELP = "name in the catalog or of transformers, config.json or its folder, module:factory"
+_MODEL_HELP = "name in the catalog, of a recipe or of transformers, config.json or its folder, module:factory"
 
 
 def add_workload_options(parser: ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=_MODEL_HELP)
     parser.add_argument("--cluster", required=True, help="name in the catalog, or a TOML, JSON or YAML file")
     parser.add_argument("--nodes", default=None, help="number of nodes; default: that of the cluster's file")
-    parser.add_argument("--seq-len", default=None, help="tokens of a sample; not for images")
+    parser.add_argument("--seq-len", default=None, help="tokens of a sample; default: a recipe's; not for images")
     parser.add_argument("--global-batch", default=None, help="samples of one optimizer step on all ranks")
     parser.add_argument(
         "--global-batch-tokens",

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 from transformers import AutoConfig, GPT2Config, LlamaConfig
 
 from mics_strategy.cli import main
+from mics_strategy.errors import MiCSError
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.model_sources import recipe_model
 from mics_strategy.planner.model_trace import TraceInput
 from mics_strategy.planner.plan_command import parser
 from mics_strategy.planner.plan_options import workload_of
@@ -154,17 +157,30 @@ def test_plan_takes_a_name_of_transformers(
 def test_a_slip_in_a_name_of_the_catalog_asks_no_hub(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[bool] = []
+    asked: list[tuple[str, float]] = []
 
-    def from_pretrained(name: str, *, local_files_only: bool) -> None:
-        asked.append(not local_files_only)
-        raise OSError(name)
+    def model_info(self: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(HfApi, "model_info", model_info)
     batch = ["--seq-len", "1024", *P4D, "--global-batch", "64"]
     refused(capsys, ["plan", "--model", "lama-7b", *batch], "Did you mean llama-7b")
-    refused(capsys, ["plan", "--model", "gpt2-xxl", *batch], "is not a model of transformers")
-    assert asked == [False, True]
+    assert asked == []
+    refused(capsys, ["plan", "--model", "no-such-3b", *batch], "not reached: Name or service .* name its folder")
+    assert asked == [("no-such-3b", 5.0)]
+
+
+@pytest.mark.parametrize(("options", "length"), [([], "1024 tokens"), (["--seq-len", "256"], "256 tokens")])
+def test_a_recipe_is_a_model(capsys: pytest.CaptureFixture[str], options: list[str], length: str) -> None:
+    named = run(capsys, "plan", "--model", "gpt2-small", *options, *P4D, "--global-batch", "64")["chosen"]
+    assert named["model"] == "gpt2-small"
+    assert main(["estimate", "gpt2-small", *options, *P4D, "--micro-batch", "4"]) == 0
+    estimated = capsys.readouterr().out
+    assert "GPT2LMHeadModel, 0.124 B parameters" in estimated
+    assert f"4 x {length}" in estimated
+    with pytest.raises(MiCSError, match=r"reads images\. Leave out `--seq-len`"):
+        recipe_model("wide_resnet-3b", 224)  # the catalog's in commands
 
 
 def test_an_estimate_without_a_batch_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,10 +262,6 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
 
 PLAN: dict[str, tuple[list[str], str]] = {
     "no such model": (["--model", "llama-7", *P4D, "--global-batch", "64"], "Did you mean llama-7b"),
-    "model of a recipe": (
-        ["--model", "gpt2-xl", *P4D, "--global-batch", "64"],
-        "It is a recipe: run `mics pretrain gpt2-xl --plan CLUSTER` for a plan",
-    ),
     "no such file": (["--model", "here/config.json", *P4D, "--global-batch", "64"], "does not exist"),
     "no such cluster": ([*LLAMA, "--cluster", "p4d", "--nodes", "2", "--global-batch", "64"], "Did you mean p4d"),
     "no such cluster, no nodes": ([*LLAMA, "--cluster", "p4d", "--global-batch", "64"], "Did you mean p4d"),
