@@ -94,10 +94,10 @@ def shard(
     agreed_specs([setup.buffers for setup in by_rank])
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
     memory_bytes = min(setup.device.memory_bytes for setup in by_rank)
-    scopes = choose_scopes(resolved, modules, topology, target, memory_bytes)
+    scopes, chosen = choose_scopes(resolved, modules, topology, target, memory_bytes)
     _log_codecs(resolved, scopes)
     groups = _make_groups(scopes, target, by_rank[0].seed)
-    context = BuildContext(config=resolved, groups=groups, device=target, memory=MemoryTracker())
+    context = BuildContext(config=resolved, groups=groups, device=target, memory=MemoryTracker(), chosen=chosen)
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
 

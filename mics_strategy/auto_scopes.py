@@ -46,8 +46,8 @@ def rank_device(config: ShardConfig, device: torch.device, model: nn.Module) -> 
 
 def choose_scopes(
     config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device, memory_bytes: int
-) -> Scopes:
-    """The scopes of this job; rank 0 prints what was chosen for ``"auto"``.
+) -> tuple[Scopes, str]:
+    """The scopes of this job, and what was chosen for ``"auto"`` and why; rank 0 prints the reasons.
 
     All arguments are equal on all ranks, so that all raise or none.
 
@@ -58,7 +58,7 @@ def choose_scopes(
         device: Device of this rank.
         memory_bytes: Smallest `RankDevice.memory_bytes` of all ranks.
     """
-    world_size = dist.get_world_size()
+    world_size, summary = dist.get_world_size(), ""
     if config.is_auto or config.has_auto_partition:
         topology.check_world(world_size)
         is_gpu = device.type == "cuda"
@@ -72,8 +72,8 @@ def choose_scopes(
         choice = choose(config, job)
         if dist.get_rank() == 0 and choice.reasons:
             print(choice.reasons, flush=True)
-        config = choice.config
-    return resolve_scopes(config, topology, world_size)
+        config, summary = choice.config, choice.summary
+    return resolve_scopes(config, topology, world_size), summary
 
 
 def description_of(modules: list[UnitSpec]) -> ModelDescription:

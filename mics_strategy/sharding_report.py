@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.scopes import Scopes
 
 
@@ -15,6 +16,8 @@ class ShardingReport:
     """How a model is sharded in this job; as text, a few lines.
 
     Attributes:
+        requested: Preset, and the fields that differ from it.
+        chosen: What ``"auto"`` chose, and why; empty where nothing was ``"auto"``.
         scopes: Ranks and axes of every model state.
         num_units: Units, whose parameters share collectives.
         num_parameters: Elements of all parameters.
@@ -23,8 +26,11 @@ class ShardingReport:
         bytes_by_purpose: Bytes that the engine allocated on this rank, by purpose. Optimizers allocate states later.
         num_micro_steps: Micro-steps of the step that `sent_bytes` are of.
         sent_bytes: Bytes that this rank sends in one optimizer step, by mesh axis.
+        added_bytes: Bytes that each further micro-step adds to them.
     """
 
+    requested: str
+    chosen: str
     scopes: Scopes
     num_units: int
     num_parameters: int
@@ -33,6 +39,7 @@ class ShardingReport:
     bytes_by_purpose: Mapping[str, int]
     num_micro_steps: int
     sent_bytes: Mapping[str, int]
+    added_bytes: Mapping[str, int]
 
     def __str__(self) -> str:
         scopes, total_bytes = self.scopes, sum(self.bytes_by_purpose.values())
@@ -43,17 +50,30 @@ class ShardingReport:
             for stored, (gathered, reduced) in self.dtypes.items()
         ]
         lines = [
-            f"mics_strategy: parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over "
-            f"{scopes.optimizer} of {scopes.world_size} ranks ({nodes} of {scopes.ranks_per_node}).",
+            f"mics_strategy, {self.requested}: parameters over {scopes.params}, gradients over {scopes.grads}, "
+            f"optimizer states over {scopes.optimizer} of {scopes.world_size} ranks ({nodes} of "
+            f"{scopes.ranks_per_node}).",
+            *([f"'auto' chose {self.chosen}"] if self.chosen else []),
             f"{self.num_parameters:,} parameters in {self.num_units} units, {self.num_trained:,} of them trained; "
             f"{'; '.join(dtypes)}.",
             f"Memory of a rank, without optimizer states and activations: {_size(total_bytes)} "
             f"({', '.join(f'{purpose} {_size(count)}' for purpose, count in purposes if count)}).",
         ]
-        sent = [f"{_size(count)} over {axis}" for axis, count in self.sent_bytes.items()]
         count = self.num_micro_steps  # 1 before the first step, however many the loop will run
-        step = "step without accumulation" if count == 1 else f"step of {count} micro-steps"
-        return "\n".join([*lines, f"A rank sends in a {step}: {', '.join(sent) or 'nothing'}."])
+        sent = f"A rank sends in a step of {count} micro-step{'s' * (count != 1)}: {_by_axis(self.sent_bytes)}"
+        return "\n".join([*lines, f"{sent}; a further micro-step adds {_by_axis(self.added_bytes)}."])
+
+
+def requested(config: ShardConfig) -> str:
+    """The preset that is nearest to a configuration, and the fields that differ from it."""
+    described = [(name, ShardConfig.preset(name).describe()) for name in (*ShardConfig.PRESETS, "auto")]
+    name, preset = max(described, key=lambda item: len(item[1].items() & config.describe().items()))
+    differing = [f"{field}={value}" for field, value in config.describe().items() if value != preset[field]]
+    return f"preset {name} with {', '.join(differing)}" if differing else f"preset {name}"
+
+
+def _by_axis(num_bytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{_size(count)} over {axis}" for axis, count in num_bytes.items() if count) or "nothing"
 
 
 def _name(dtype: torch.dtype) -> str:

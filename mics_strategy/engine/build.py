@@ -45,12 +45,13 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """Configuration, process groups, device and memory tracker of a model."""
+    """Configuration, process groups, device and memory tracker of a model; what ``"auto"`` chose, and why."""
 
     config: ShardConfig
     groups: ProcessGroups
     device: torch.device
     memory: MemoryTracker
+    chosen: str = ""
 
 
 def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:

@@ -33,7 +33,7 @@ from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.scopes import Scopes
-from mics_strategy.sharding_report import ShardingReport
+from mics_strategy.sharding_report import ShardingReport, requested
 
 
 class Sharded:
@@ -52,6 +52,7 @@ class Sharded:
         self.model = model
         self.config = context.config
         self.memory = context.memory
+        self._chosen = context.chosen
         self._groups = context.groups
         self.grad_codec_steps = context.config.grad_codec_steps
         self._engine = engine
@@ -245,7 +246,11 @@ class Sharded:
     def report(self) -> ShardingReport:
         """How the model is sharded, what memory that takes and what a step sends: ``print(sharded.report())``."""
         plan, config, parameters = self.plan, self.config, self.internals.parameters
+        longer = self._plan_of(plan.num_micro_steps + 1)
+        sent = {axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)}
         return ShardingReport(
+            requested=requested(config),
+            chosen=self._chosen,
             scopes=self.scopes,
             num_units=len(self._units),
             num_parameters=sum(parameter.numel() for parameter in parameters),
@@ -253,7 +258,8 @@ class Sharded:
             dtypes={p.dtype: (config.param_dtype_of(p.dtype), config.wire_dtype_of(p.dtype)) for p in parameters},
             bytes_by_purpose=dict(self.memory.bytes_by_purpose),
             num_micro_steps=plan.num_micro_steps,
-            sent_bytes={axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)},
+            sent_bytes=sent,
+            added_bytes={axis: longer.sent_bytes(axis) - num_bytes for axis, num_bytes in sent.items()},
         )
 
     @property
@@ -264,12 +270,15 @@ class Sharded:
         order of the first training pass, with the gradients that are required now. One that leaves units out, runs
         others than its peers, is interrupted, or comes before a change of `requires_grad` sends something else.
         """
+        return self._plan_of(self._target.last_step.num_backwards)
+
+    def _plan_of(self, num_micro_steps: int) -> Plan:
         order = self._engine.order
         in_order = tuple(range(len(self._units)))
         step_order = StepOrder(
             forward=tuple(order.forward_units) if order.is_frozen else in_order,
             backward=tuple(order.backward_units) if order.is_complete else (0, *reversed(in_order[1:])),
-            num_micro_steps=self._target.last_step.num_backwards,
+            num_micro_steps=num_micro_steps,
             repeated=self._target.last_step.repeated,
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )

@@ -103,10 +103,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """A configuration without ``"auto"`` scopes or partition, and the reasons as text."""
+    """A configuration without ``"auto"`` scopes or partition.
+
+    Attributes:
+        config: Configuration.
+        summary: Choice and its reason in one sentence, after "chose"; empty where nothing was ``"auto"``.
+        reasons: Reasons as text; empty where nothing was ``"auto"``, or a partition is a node.
+    """
 
     config: ShardConfig
-    reasons: str
+    summary: str = ""
+    reasons: str = ""
 
 
 def choose(config: ShardConfig, job: AutoJob) -> AutoChoice:
@@ -116,7 +123,7 @@ def choose(config: ShardConfig, job: AutoJob) -> AutoChoice:
     """
     if config.is_auto:
         return choose_scopes(config, job, job_cluster(config, job))
-    return choose_partition(config, job) if config.has_auto_partition else AutoChoice(config=config, reasons="")
+    return choose_partition(config, job) if config.has_auto_partition else AutoChoice(config=config)
 
 
 def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoice:
@@ -156,7 +163,10 @@ def choose_scopes(config: ShardConfig, job: AutoJob, links: Cluster) -> AutoChoi
         secondary_params=chosen.scoped.config.secondary_params,
         **_without_hints(config),
     )
-    return AutoChoice(config=resolved, reasons=_explain(chosen, candidates, config, job, links))
+    summary = f"the fastest scopes that fit: {_needs(chosen)}, of {_budget(config, job)}."
+    if not fitting:
+        summary = f"the smallest scopes: {_needs(chosen)}, more than {_budget(config, job)}."
+    return AutoChoice(config=resolved, summary=summary, reasons=_explain(chosen, candidates, config, job, links))
 
 
 def _plainest(equal: Sequence[Candidate], memory_bytes: int) -> Candidate:
@@ -257,10 +267,11 @@ def choose_partition(config: ShardConfig, job: AutoJob) -> AutoChoice:
         _check_states(candidates, job)
         chosen = min(candidates, key=lambda candidate: candidate.memory.total_bytes)
     sized = chosen.scoped.config
-    reason = f"mics_strategy chose partition_size={sized.partition_size}: {_needs(chosen)}, of {_budget(config, job)}."
+    summary = f"partition_size={sized.partition_size}: {_needs(chosen)}, of {_budget(config, job)}."
     if chosen.memory.total_bytes > limit_bytes:
-        reason += " No size leaves as much to activations."
-    return AutoChoice(config=sized, reasons="" if sized.partition_size == node else reason)
+        summary += " No size leaves as much to activations."
+    reasons = "" if sized.partition_size == node else f"mics_strategy chose {summary}"
+    return AutoChoice(config=sized, summary=summary, reasons=reasons)
 
 
 def stated_cluster(config: ShardConfig) -> Cluster:

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from mics_strategy import shard
-from mics_strategy.sharding_report import ShardingReport
+from mics_strategy import ShardConfig, shard
+from mics_strategy.sharding_report import ShardingReport, requested
 from tests.accelerate.runs import accelerator
 from tests.accelerate.runs import run as run_accelerate
 from tests.lightning.fabric_runs import launched
@@ -38,6 +38,8 @@ def reported(ctx: RankContext) -> tuple[ShardingReport, str, dict[str, int], int
         model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     assert "A rank sends in a step of 2 micro-steps: " in str(sharded.report())
+    expected = {axis: report.sent_bytes[axis] + added for axis, added in report.added_bytes.items()}
+    assert sharded.report().sent_bytes == expected
     return report, str(report), dict(sharded.memory.bytes_by_purpose), planned, sent
 
 
@@ -52,8 +54,11 @@ def test_it_says_scopes_units_dtypes_memory_and_traffic(ranks: RankPool) -> None
         "parameters over 2, gradients over 2, optimizer states over 2 of 4 ranks (2 nodes of 2).",
         "216 parameters in 4 units, 152 of them trained; float32 parameters are gathered in bfloat16, gradients",
         f"activations: {sum(memory.values()) / 1e3:.3g} kB (",
-        "A rank sends in a step without accumulation: ",
-        f"{report.sent_bytes['inter_node'] / 1e3:.3g} kB over inter_node.",
+        "mics_strategy, preset mics with param_dtype=torch.bfloat16: ",
+        "A rank sends in a step of 1 micro-step: ",
+        f"{report.sent_bytes['inter_node'] / 1e3:.3g} kB over inter_node; a further micro-step adds ",
+        f"{report.added_bytes['intra_node'] / 1e3:.3g} kB over intra_node.",
+        "'auto' chose partition_size=2: states, buffers and communicators need",
     ):
         assert said in text
 
@@ -64,8 +69,33 @@ def alone(ctx: RankContext) -> str:
 
 def test_one_rank_sends_nothing(ranks: RankPool) -> None:
     (text,) = ranks(1, alone)
-    assert text.endswith("A rank sends in a step without accumulation: nothing.")
+    assert text.endswith("A rank sends in a step of 1 micro-step: nothing; a further micro-step adds nothing.")
     assert "of 1 ranks (1 node of 1)." in text
+
+
+def reasons(ctx: RankContext) -> list[str]:
+    """Job: what the reports say of scopes that are chosen, and of those that are stated."""
+    return [shard(network(), preset, **fields).report().chosen for preset, fields in (("auto", {}), ("zero3", {}))]
+
+
+def test_it_says_why_scopes_were_chosen(ranks: RankPool) -> None:
+    chosen, stated = ranks(2, reasons)[0]
+    assert chosen.startswith("the fastest scopes that fit: states, buffers and communicators need ")
+    assert "of a rank, less " in chosen
+    assert stated == ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "text"),
+    [
+        ("paro-iig", {}, "preset paro-iig"),
+        ("zeropp", {"grad_codec": "int8"}, "preset zeropp with grad_codec=int8"),
+        ("auto", {"micro_steps": 4}, "preset auto with micro_steps=4"),
+        ("mics", {"partition_size": 4, "prefetch": 2}, "preset mics with partition_size=4, prefetch=2"),
+    ],
+)
+def test_a_configuration_is_named_by_its_nearest_preset(preset: str, fields: dict[str, object], text: str) -> None:
+    assert requested(ShardConfig.preset(preset, **fields)) == text
 
 
 def in_fabric(ctx: RankContext) -> None:
