@@ -9,6 +9,7 @@ Lightning starts the other ranks with this same command; they pass through 1 and
 there.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -113,6 +114,8 @@ def _dry_run(arguments: Sequence[str]) -> str:
     try:
         _check_launcher(planned_machines(recipe).world_size, recipe.trainer)
     except RecipeError as error:  # the plan is for other machines, where a launcher may be
+        if _is_launched(recipe.trainer) and recipe.trainer.devices != "auto":
+            raise
         start = f"{start}. Started like this, it would be refused: {error}"
     return f"{report}\nnothing was started; the run {start}"
 
@@ -125,6 +128,9 @@ def _checked(recipe: Recipe) -> "tuple[Strategy | str, Path | None]":
 
         check_recipe(recipe)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
+    for folder in (recipe.trainer.output_dir, recipe.data.cache_dir):
+        if next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists()).is_file():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
     checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
     if checkpoint is not None:
         check_same_model(asdict(recipe.model), Path(recipe.trainer.output_dir))
@@ -229,16 +235,18 @@ def _check_launcher(world_size: int, config: TrainerConfig) -> None:
             "launcher, so no other node takes part. Start it with torchrun on every node (see docs/recipes.md), or use "
             "`--trainer.num_nodes=1`."
         )
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (
-        config.framework == "accelerate" and "WORLD_SIZE" in os.environ
-    )
-    started = int(os.environ["WORLD_SIZE"]) if is_launched else world_size
+    started = int(os.environ["WORLD_SIZE"]) if _is_launched(config) else world_size
     if started != world_size:
         raise RecipeError(
             f"The recipe is for {world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "
             f"launcher started {started}. Set `--trainer.num_nodes` and `--trainer.devices` to its nodes and "
             "ranks of a node."
         )
+
+
+def _is_launched(config: TrainerConfig) -> bool:
+    """Say whether a launcher states the number of ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or (config.framework == "accelerate" and "WORLD_SIZE" in os.environ)
 
 
 def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:

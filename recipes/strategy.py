@@ -1,6 +1,7 @@
 """The `strategy` block of a recipe, and what Lightning's Trainer takes in its place."""
 
 import difflib
+import importlib.util
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,6 +76,11 @@ def _check_name(name: str) -> None:
         raise RecipeError(
             f"`strategy.name={name}` is no strategy of this project or of Lightning.{hint} Use one of "
             f"{', '.join(sorted(names))}."
+        )
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        raise RecipeError(
+            f"`strategy.name={name}` needs the package `deepspeed`, which is not installed. Run `pip install "
+            "deepspeed`, or use a `mics` strategy."
         )
 
 

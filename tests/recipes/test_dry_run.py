@@ -72,14 +72,18 @@ def test_the_bytes_are_those_of_the_papers_arithmetic():
         ("llama-debug", ["--strategy.name=micz"], r"strategy\.name=micz` is no strategy .* Did you mean `mics`"),
         ("llama-debug", ["--data.source=text", "--data.path=nowhere"], r"data\.path=nowhere` does not exist"),
         ("llama-debug", ["--trainer.loggers=[wandb]"], r"package `wandb` is not installed.*pip install wandb"),
+        ("llama-debug", ["--strategy.name=deepspeed_stage_3"], r"package `deepspeed`.* Run `pip install deepspeed`"),
+        ("llama-debug", ["--trainer.output_dir=/etc/passwd/run"], r"`/etc/passwd/run` cannot be used: a folder is"),
+        ("llama-debug", ["--data.cache_dir=/etc/passwd/data"], r"`/etc/passwd/data` cannot be used: a folder is"),
     ],
-    ids=["batch", "precision", "strategy", "path", "logger"],
+    ids=["batch", "precision", "strategy", "path", "logger", "deepspeed", "folder", "cache"],
 )
 def test_a_dry_run_refuses_what_a_run_refuses(
     name: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "wandb" else find(package))
+    absent = ("wandb", "deepspeed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package in absent else find(package))
     monkeypatch.setenv("MASTER_ADDR", "a launcher's")
     given = [name, f"--trainer.output_dir={tmp_path}", f"--data.cache_dir={tmp_path}", *options]
     refusals = []
@@ -107,6 +111,15 @@ def test_a_plan_for_other_machines_says_what_a_run_here_would_be_refused_for(
     report = capsys.readouterr().out
     assert f"Started like this, it would be {str(refused.value).replace('mics pretrain', 'refused')}" in report
     assert "planned for 16 ranks, 8 on a node (nodes: 2); the recipe is meant for AMSP: A800 80 GB, 16 nodes" in report
+
+
+def test_ranks_of_a_launcher_are_refused_as_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["llama-debug", "--trainer.devices=4", f"--trainer.output_dir={tmp_path}"]
+    for dry in (["--dry-run"], []):
+        with pytest.raises(SystemExit, match=r"The recipe is for 4 ranks .* launcher started 2"):
+            pretrain.main([*given, *dry])
 
 
 def test_the_strategy_is_told_with_the_fields_that_the_recipe_sets():
