@@ -36,5 +36,7 @@ def test_a_workflow_runs_what_there_is(workflow: Path) -> None:
     }
     makefile = (ROOT / "Makefile").read_text()
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)] == []
+    used = [step["uses"] for job in jobs for step in job["steps"] if "uses" in step]
+    assert [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == [], "pin the commit"
     files = re.findall(r"(?:tests|docs|\.github)/[\w./-]+", commands)
     assert [file for file in files if not (ROOT / file).exists()] == []

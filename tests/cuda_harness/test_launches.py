@@ -18,7 +18,9 @@ from tests.cuda_harness.runs import DEPTH, config_of, one_of_many, start
 from tests.cuda_harness.streams import Stream
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, MEMORY_PAGE = ((DOCS / name).read_text() for name in ("benchmarks.md", "design/memory.md"))
+PAGE, LAB_BOOK, MEMORY_PAGE = (
+    (DOCS / name).read_text() for name in ("benchmarks.md", "lab-book.md", "design/memory.md")
+)
 PER_NODE = 4
 NARROW = 16  # a row for every second rank: parameters are copied one by one
 Rows = dict[str, tuple[int, int, int]]
@@ -236,7 +238,7 @@ def test_nothing_on_the_page_depends_on_the_number_of_nodes() -> None:
 
 
 def test_what_stands_beside_the_review_is_what_the_tables_say() -> None:
-    section = PAGE.partition("### Before the work for GPUs\n")[2].partition("\n## ")[0]
+    section = LAB_BOOK.partition("## Before the work for GPUs\n")[2].partition("\n## ")[0]
     now = {name: last for name, _, last in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section, flags=re.MULTILINE)}
     launches, memory = on_the_page(), buffers_on_the_page()
     assert now["launches of an all-gather in two stages, 64 nodes"] == launches["zero3", "-", 64][0]
