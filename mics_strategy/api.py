@@ -80,16 +80,10 @@ def shard(
         between ranks. To measure `hierarchical="auto"`: up to about a second. To measure `coalesce="auto"` on NCCL:
         twelve all-gathers and reduce-scatters of every shape of unit. On a GPU, codecs are compiled.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        ShardConfig.of(config, **fields)  # a wrong name is the first thing to say
-        raise ConfigError("`shard()` was called before the process group exists. Call `init_process_group()` first.")
-    if torch.get_default_device().type == "meta":
-        raise ConfigError(
-            "`shard()` was called under `torch.device('meta')`, where all new tensors are without memory. Build the "
-            "model there, and call `shard()` after the context has ended."
-        )
+    _check_context(config, fields)
     found, by_rank = run_and_gather(lambda: _checked(model, config, fields, units, device, initializer))
     resolved, target, modules = found
+    guards.check_same_model(model, [setup.arguments["model"] for setup in by_rank])
     check_equal([setup.arguments for setup in by_rank])
     agreed_specs([setup.buffers for setup in by_rank])
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
@@ -100,6 +94,21 @@ def shard(
     context = BuildContext(config=resolved, groups=groups, device=target, memory=MemoryTracker(), chosen=chosen)
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
+
+
+def _check_context(config: ShardConfig | str, fields: dict[str, Any]) -> None:
+    """Refuse a call without a process group, or under the meta device."""
+    if not (dist.is_available() and dist.is_initialized()):
+        ShardConfig.of(config, **fields)  # a wrong name is the first thing to say
+        raise ConfigError(
+            "`shard()` was called before the process group exists. Call `init_process_group()` first, in a script that "
+            "torchrun or another launcher starts."
+        )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            "`shard()` was called under `torch.device('meta')`, where all new tensors are without memory. Build the "
+            "model there, and call `shard()` after the context has ended."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

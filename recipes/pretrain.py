@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "--list" in given:
             print(_listing(given))
             return
-        if given and not given[0].startswith("-"):
+        if not given:
+            raise RecipeError("No recipe was given. Name one, as in `mics pretrain llama-debug`; `--list` shows all.")
+        if not given[0].startswith("-"):
             given[0] = f"--config={find_recipe(given[0])}"
         if "--plan" in given:
             print(_plan(given))

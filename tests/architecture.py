@@ -42,8 +42,11 @@ PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
 PLANNER_IMPORTED_BY = ("planner", "auto_scopes", "cli", "calibrate_cli", "estimate_cli", "run")
 # These folders may import the package's public names (mics_strategy itself) and their framework.
-# One way to raise on all ranks together, to save sharded tensors, and one meaning of mixed precision.
-ADAPTERS_MAY_IMPORT = ("checkpoint.random_states", "checkpoint.whole_tensors", "comm.consensus", "mixed_precision")
+# One way to raise on all ranks together, to save sharded tensors, one meaning of mixed precision, one way to install.
+ADAPTERS_MAY_IMPORT = (
+    *("checkpoint.random_states", "checkpoint.whole_tensors", "comm.consensus", "mixed_precision"),
+    "version",
+)
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
     "accelerate": ("accelerate", "transformers"),

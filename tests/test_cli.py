@@ -154,6 +154,11 @@ def test_estimate_says_which_transformers_it_needs(
     assert install_advice("recipes") in capsys.readouterr().err
 
 
+def test_pretrain_without_a_recipe_says_how_to_name_one() -> None:
+    with pytest.raises(SystemExit, match=r"No recipe was given\. Name one, as in `mics pretrain llama-debug`"):
+        main(["pretrain"])
+
+
 def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(ranks, tmp_path / "step-2")
     file = tmp_path / "step-2" / "__0_0.distcp"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 TRAINING = """
-import pathlib, re, sys, tomllib
+import importlib, pathlib, re, sys, tomllib
 from importlib import metadata
 
 def required_by(name, found):
@@ -56,6 +56,13 @@ if rank == 1:
     sys.exit()
 model = ["llama-7b", "--cluster", "p4d.24xlarge"]
 batch = ["--nodes", "2", "--seq-len", "512", "--global-batch", "16", "--micro-batch", "1"]
+for framework, name in (("lightning", "MiCSStrategy"), ("accelerate", "MiCSPlugin")):
+    try:
+        getattr(importlib.import_module(f"mics_strategy.{framework}"), name)
+    except ModuleNotFoundError as error:
+        assert "which is not installed. Run `pip install" in str(error), error
+    else:
+        raise AssertionError(framework)
 assert main(["estimate", *model]) == main(["inspect", f"{folder}/step-3"]) == 0
 assert main(["simulate", "--model", *model, *batch, "--preset", "mics", "--recompute", "no"]) == 0
 print("all done")

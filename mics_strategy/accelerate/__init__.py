@@ -13,10 +13,19 @@ import functools
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import ConfigError
+from mics_strategy.version import install_advice
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    message = f"`mics_strategy.accelerate` needs Accelerate, which is not installed. {install_advice('accelerate')}"
+    raise ModuleNotFoundError(message, name=error.name) from error
+
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.accelerator import MiCSAccelerator
 from mics_strategy.accelerate.plugin import MiCSPlugin

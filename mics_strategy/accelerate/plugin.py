@@ -6,6 +6,7 @@ options of the FSDP plugin that have the same meaning here.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -134,7 +135,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _check_known(options: dict[str, Any]) -> None:
-    fields = set(ShardConfig.__dataclass_fields__)
+    fields = {field.name for field in dataclasses.fields(ShardConfig)}
     foreign = set(FullyShardedDataParallelPlugin.__dataclass_fields__) - set(_SHARED)
     for name in sorted(set(options) - fields):
         if name in foreign:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mics_strategy.version import install_advice
+
 if TYPE_CHECKING:
     from mics_strategy.lightning.fabric import MiCSFabricStrategy, fabric_strategy_for
     from mics_strategy.lightning.profile import MiCSProfile, profile_callback_for
@@ -27,4 +29,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has {', '.join(__all__)}.")
     module = next((part for part in ("fabric", "profile") if part in name.lower()), "strategy")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("lightning", "lightning.pytorch", "lightning.fabric"):
+            raise
+        raise ModuleNotFoundError(
+            f"`{name}` needs Lightning, which is not installed. {install_advice('lightning')}", name=error.name
+        ) from error

@@ -515,9 +515,9 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (other_topology, ConfigError, r"`topology` differs between ranks"),
     (other_preset, ConfigError, r"differs between ranks: "),
     (other_units, ConfigError, r"`units` differs between ranks"),
-    (other_widths, ConfigError, r"`model` differs between ranks"),
-    (other_names, ConfigError, r"`model` differs between ranks"),
-    (other_frozen, ConfigError, r"`model` differs between ranks"),
+    (other_widths, ConfigError, r"`0.weight` \[4, 4\] float32 on rank 0, `0.weight` \[5, 4\] float32 on rank 2"),
+    (other_names, ConfigError, r"ranks: `a.weight` .* on rank 0, `b.weight` .* on rank 1. Build the same model"),
+    (other_frozen, ConfigError, r"`model` differs between ranks: `.+ float32 on rank 0, `.+ float32 frozen on rank"),
     (other_ties, ConfigError, r"differs between ranks"),
     (bad_rule, ConfigError, r"no module of class layers. It has Linear"),
     (missing_class, ConfigError, r"no module of class Conv2d. It has Linear"),
@@ -639,7 +639,9 @@ def shard_without_group(ctx: RankContext) -> None:
 
 def test_process_group_must_exist(ranks: RankPool) -> None:
     raises_on_every_rank(
-        lambda: ranks(1, shard_without_group, default_group=False), ConfigError, "before the process group exists"
+        lambda: ranks(1, shard_without_group, default_group=False),
+        ConfigError,
+        "before the process group exists.* torchrun or another launcher",
     )
 
 

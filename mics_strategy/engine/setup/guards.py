@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import MethodType
 from typing import Any, NoReturn, cast
@@ -24,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.aliases import check_memory
 from mics_strategy.engine.autograd import refuse_conversion
 from mics_strategy.engine.backward_grads import sparse_gradients
@@ -106,8 +108,31 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
 
 def model_fingerprint(module: nn.Module) -> str:
     """A short text, equal on ranks with the same parameters in the same order."""
-    lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in module.named_parameters()]
+    lines = _parameter_lines(module)
     return f"{len(lines)} parameters, digest {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def check_same_model(module: nn.Module, fingerprints: Sequence[str]) -> None:
+    """Name the first parameter that differs between ranks. Collective where the fingerprints of the ranks differ.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    by_rank = gather_objects(_parameter_lines(module)) if len({*fingerprints}) > 1 else []
+    for rank, lines in enumerate(by_rank):
+        for first, line in itertools.zip_longest(by_rank[0], lines, fillvalue="no more parameters"):
+            if first != line:
+                raise ConfigError(
+                    f"`model` differs between ranks: {first} on rank 0, {line} on rank {rank}. Build the same model, "
+                    "with the same parameters frozen, on every rank."
+                )
+
+
+def _parameter_lines(module: nn.Module) -> list[str]:
+    return [
+        f"`{name}` {list(p.shape)} {str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ' frozen'}"
+        for name, p in module.named_parameters()
+    ]
 
 
 def gradients_fingerprint(module: nn.Module) -> str:
