@@ -81,9 +81,10 @@ def parse(text: str, where: str) -> Plain:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        tab = " A tab stands there, and YAML is indented by spaces." if "'\\t'" in str(error) else ""
         raise RecipeError(
-            f"{where}{place} is not plain YAML: mappings, lists and scalars, without tags, aliases and repeated keys. "
-            "Correct it."
+            f"{where}{place} is not plain YAML: mappings, lists and scalars, without tags, aliases and repeated keys."
+            f"{tab} Correct it."
         ) from None  # the cause would show the text
     return value
 

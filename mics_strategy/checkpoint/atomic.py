@@ -60,10 +60,10 @@ def begin_draft(path: Path) -> Path:
         _claims[draft.name] = Claim(draft)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"`{path.parent}` is not writable ({error.strerror}). Save to a folder where this user has write "
-            "permission, on a disk that is mounted for writing."
-        ) from error
+        advice = "Save to a folder where this user has write permission, on a disk that is mounted for writing."
+        if isinstance(error, NotADirectoryError | FileExistsError):
+            advice = "A file is in the place of a folder: save to another path, or remove it."
+        raise CheckpointError(f"`{path.parent}` is not writable ({error.strerror}). {advice}") from error
     try:
         _remove_stale_drafts(path, draft)
         find(path)

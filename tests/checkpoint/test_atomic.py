@@ -238,5 +238,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that nobody can write, such as /proc")
 def test_a_file_system_that_nobody_can_write_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"`/etc/passwd` is not writable \(Not a directory\)\. A file is in the "):
+        atomic.begin_draft(Path("/etc/passwd/step-1"))
     with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` is not writable"):
         atomic.begin_draft(Path("/proc/checkpoints/step-1"))

@@ -93,8 +93,9 @@ YAML = {
 def test_more_than_plain_data_is_refused_with_its_place(kind: str, tmp_path: Path):
     file = tmp_path / "evil.yaml"
     file.write_text(YAML[kind])
-    with Audit(reads=[file]) as audit, pytest.raises(MiCSError, match=r"evil\.yaml`.* is not plain YAML"):
+    with Audit(reads=[file]) as audit, pytest.raises(MiCSError, match=r"evil\.yaml`.* is not plain YAML") as ended:
         load_recipe([f"--config={file}"], has_cuda=False)
+    assert ("A tab stands there, and YAML is indented by spaces." in str(ended.value)) == (kind == "a tab")
     assert audit.events == []
 
 
