@@ -27,6 +27,7 @@ author = "The mics_strategy authors"
 version = release = mics_strategy.__version__
 html_title = f"{project} {version}"
 html_theme = "furo"
+html_static_path, html_css_files = ["static"], ["phone.css"]
 html_copy_source = html_show_copyright = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -274,6 +274,7 @@ def patch_fsdp_version() -> None:
 
     @functools.wraps(stock)
     def read_environment(self: Any) -> None:
+        launch.check_version()
         if launch.is_enabled() and self.fsdp_version is None:
             self.fsdp_version = 2
         stock(self)

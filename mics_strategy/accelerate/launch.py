@@ -48,6 +48,20 @@ def is_enabled() -> bool:
     return _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "").lower() == _VERSION
 
 
+def check_version() -> None:
+    """Refuse another word for the version, of which FSDP would make a number.
+
+    Raises:
+        ConfigError: It is neither a number nor ``mics``.
+    """
+    version = os.environ.get("FSDP_VERSION", "1")
+    if not version.isdigit() and version.lower() != _VERSION:
+        raise ConfigError(
+            f"`fsdp_version: {version}` of the launcher's configuration is neither a version of FSDP nor `mics`. Write "
+            "`fsdp_version: mics`."
+        )
+
+
 def enable() -> None:
     """Enable sharding in this process, unless the launcher requests otherwise.
 

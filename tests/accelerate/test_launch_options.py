@@ -167,6 +167,13 @@ def test_what_cannot_be_meant_is_refused(arrives: object, name: str) -> None:
         MiCSPlugin()
 
 
+def test_a_slip_in_the_version_is_named(arrives: object) -> None:
+    arrives("", "--fsdp_version", "2")
+    os.environ["FSDP_VERSION"] = "mcis"
+    with pytest.raises(ConfigError, match=r"`fsdp_version: mcis` .* Write `fsdp_version: mics`"):
+        FullyShardedDataParallelPlugin()
+
+
 @pytest.mark.parametrize("script", [{"config": "mics"}, {"prefetch": 2}], ids=["a preset", "an option"])
 def test_words_of_fsdp_are_refused_whatever_the_script_says(arrives: object, script: dict[str, object]) -> None:
     arrives("  fsdp_offload_params: true")
