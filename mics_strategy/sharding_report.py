@@ -54,8 +54,8 @@ class ShardingReport:
             f"optimizer states over {scopes.optimizer} of {scopes.world_size} ranks ({nodes} of "
             f"{scopes.ranks_per_node}).",
             *([f"'auto' chose {self.chosen}"] if self.chosen else []),
-            f"{self.num_parameters:,} parameters in {self.num_units} units, {self.num_trained:,} of them trained; "
-            f"{'; '.join(dtypes)}.",
+            f"{self.num_parameters:,} parameters in {self.num_units} units, "
+            f"{'; '.join([f'{self.num_trained:,} of them trained', *dtypes])}.",
             f"Memory of a rank, without optimizer states and activations: {_size(total_bytes)} "
             f"({', '.join(f'{purpose} {_size(count)}' for purpose, count in purposes if count)}).",
         ]

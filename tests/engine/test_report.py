@@ -73,6 +73,20 @@ def test_one_rank_sends_nothing(ranks: RankPool) -> None:
     assert "of 1 ranks (1 node of 1)." in text
 
 
+def without_parameters(ctx: RankContext) -> tuple[str, list[int]]:
+    model = nn.Sequential(nn.ReLU())
+    sharded = shard(model, "zero3")
+    assert sharded.full_state_dict() == {}
+    assert sharded.clip_grad_norm_(1.0) == 0.0
+    return str(sharded.report()), list(model(torch.ones(2)))
+
+
+def test_a_module_without_parameters_is_accepted_as_by_fsdp2(ranks: RankPool) -> None:
+    text, output = ranks(2, without_parameters)[0]
+    assert "0 parameters in 1 units, 0 of them trained.\n" in text
+    assert output == [1, 1]
+
+
 def reasons(ctx: RankContext) -> list[str]:
     """Job: what the reports say of scopes that are chosen, and of those that are stated."""
     return [shard(network(), preset, **fields).report().chosen for preset, fields in (("auto", {}), ("zero3", {}))]
