@@ -230,6 +230,11 @@ class ShardConfig:
                     f"`{name}={getattr(self, name)!r}` counts for scopes that are chosen, and `params={self.params!r}` "
                     f"is not. Use the preset 'auto', or remove `{name}`."
                 )
+        if self.is_auto and self.partition_size != "auto":
+            raise ConfigError(
+                f"`partition_size={self.partition_size!r}` is the size of scopes 'partition', and 'auto' scopes are "
+                "chosen with their sizes. Remove it, or use the preset 'mics'."
+            )
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""

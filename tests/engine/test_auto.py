@@ -159,6 +159,10 @@ def test_a_model_that_fits_nowhere_is_refused_on_every_rank(ranks: RankPool, pre
         ({"secondary_params": "auto"}, "`secondary_params='auto'` is chosen with the scopes, and `params="),
         ({"cluster": "p4d.24xlarge"}, "`cluster='p4d.24xlarge'` counts for scopes that are chosen, and `params="),
         ({"micro_steps": 4}, "`micro_steps=4` counts for scopes that are chosen"),
+        (
+            dict.fromkeys(("params", "grads", "optimizer", "secondary_params"), "auto") | {"partition_size": 2},
+            "`partition_size=2` is the size of scopes 'partition', and 'auto' scopes are chosen with their sizes",
+        ),
     ],
 )
 def test_scopes_that_are_chosen_together_are_given_together(options: dict, message: str) -> None:
