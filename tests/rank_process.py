@@ -5,8 +5,10 @@ group, its own environment variables, working directory and seeds. After a failu
 that breaks its connections and so frees the ranks that wait for it.
 """
 
+import copyreg
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import signal
@@ -18,10 +20,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -82,11 +86,38 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
 
 
 def _pickled(reply: Reply) -> bytes:
-    """Pickle by value: plain pickle copies tensors, multiprocessing's would share their memory."""
+    """Pickle by value: multiprocessing's pickle would share the memory of tensors."""
     try:
-        return pickle.dumps(reply)
+        return pickled_by_value(reply)
     except Exception as error:  # whatever pickling raises: the value cannot travel
         return pickle.dumps(Reply(failure=Failure.of(error).portable()))
+
+
+def pickled_by_value(value: object) -> bytes:
+    """As `pickle.dumps`, which spends ten times as long on a small tensor: it saves a file for each."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {Tensor: _reduce_tensor}
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    """Bytes, type and shape of a plain tensor; anything else as torch pickles it."""
+    is_plain = (
+        (tensor.device.type, tensor.layout) == ("cpu", torch.strided)
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__)
+    )
+    if not is_plain:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    values = bytearray(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return _rebuild_tensor, (values, tensor.dtype, tensor.shape)
+
+
+def _rebuild_tensor(values: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(values, dtype=dtype).view(shape)
 
 
 def _run(job: Job) -> Reply:

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.rank_process import Job, Reply, serve_jobs
+from tests.rank_process import Job, Reply, pickled_by_value, serve_jobs
 from tests.rank_report import (
     Failure,
     RankContext,
@@ -209,7 +209,7 @@ class RankPool:
         directory = self._dir / f"job{self._num_jobs}"
         self._num_jobs += 1
         (directory / "cwd").mkdir(parents=True)
-        call = pickle.dumps((fn, args))
+        call = pickled_by_value((fn, args))
         common_env = _rendezvous() | (env or {})
         if len(self._ranks) < world_size:
             self.stop()

@@ -1,6 +1,7 @@
 """Does the machinery of the tests report what happens on the ranks?"""
 
 import os
+import pickle
 import random
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.rank_process import pickled_by_value
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank, simulate
 
 
@@ -137,6 +139,38 @@ def test_tensors_travel_by_value(ranks: RankPool) -> None:
     results = ranks(2, _tensor, torch.tensor([1.0, 2.0]))
     assert [result.tolist() for result in results] == [[0.0, 0.0], [1.0, 2.0]]
     assert not results[1].is_shared()
+
+
+ODD_TENSORS = {
+    "scalar": torch.tensor(3),
+    "empty": torch.ones(0, 3),
+    "bfloat16": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    "part_of_another": torch.arange(6.0)[2:4],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "differentiable": torch.ones(2, requires_grad=True),
+    "on_meta": torch.ones(2, device="meta"),
+    "sparse": torch.eye(2).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TENSORS)
+def test_tensors_of_every_kind_are_copied(name: str) -> None:
+    tensor = ODD_TENSORS[name]
+    copied, again = pickle.loads(pickled_by_value((tensor, tensor)))
+    assert copied is again
+    assert type(copied) is type(tensor)
+    for attribute in ("dtype", "shape", "layout", "device", "requires_grad"):
+        assert getattr(copied, attribute) == getattr(tensor, attribute)
+    if tensor.layout is torch.strided:
+        assert copied.stride() == tensor.stride()
+    if not tensor.is_meta:
+        assert torch.equal(copied.to_dense(), tensor.to_dense())
+
+
+def test_a_part_of_a_tensor_travels_without_the_rest() -> None:
+    assert len(pickled_by_value(torch.zeros(100_000)[:10])) < 1_000
 
 
 def test_dtensors_work_in_one_job_after_the_other(ranks: RankPool) -> None:
