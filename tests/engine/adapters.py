@@ -55,7 +55,7 @@ def _seeded(make: Callable[[], Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing.* is deprecated", FutureWarning)
-            torch.manual_seed(11)
+            torch.default_generator.manual_seed(11)
             return make()
 
     return build
