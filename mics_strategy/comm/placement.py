@@ -11,13 +11,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.watched_work import call_watch
@@ -102,6 +103,7 @@ class ShardPlacement:
         sync_comm: Communicator that gathers stepped parameters over the ranks that the optimizer scope has beyond the
             parameter scope; None where the two are equal.
         random: Seeds for random numbers drawn into the masters.
+        specs: Specs of their DTensors by shape, sharded dimension and dtype. torch verifies each that is made.
     """
 
     degree: int
@@ -110,6 +112,7 @@ class ShardPlacement:
     device_mesh: DeviceMesh
     sync_comm: AnyCommunicator | None
     random: ReplicaRandom
+    specs: dict[tuple[torch.Size, int | None, torch.dtype], DTensorSpec] = field(default_factory=dict, compare=False)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

@@ -288,12 +288,14 @@ def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPla
         param_slice: Slice of the parameter in its bucket.
         placement: Index of this rank's shard, and device mesh of all shards.
     """
-    mesh = placement.device_mesh
-    names = mesh.mesh_dim_names or ()
-    shard_placement: Placement = (
-        Replicate() if param_slice.dim is None or placement.degree == 1 else Shard(param_slice.dim)
-    )
-    placements = [Replicate() if name == "replicate" else shard_placement for name in names]
-    stride = torch.empty(param_slice.shape, device="meta").stride()
-    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(param_slice.shape, stride, local.dtype))
+    key = param_slice.shape, param_slice.dim, local.dtype
+    spec = placement.specs.get(key)
+    if spec is None:
+        dim = param_slice.dim
+        shard: Placement = Replicate() if dim is None or placement.degree == 1 else Shard(dim)
+        names = placement.device_mesh.mesh_dim_names or ()
+        placements = tuple(Replicate() if name == "replicate" else shard for name in names)
+        stride = torch.empty(param_slice.shape, device="meta").stride()
+        meta = TensorMeta(param_slice.shape, stride, local.dtype)
+        spec = placement.specs[key] = DTensorSpec(placement.device_mesh, placements, meta)
     return cast("DTensor", _new_dtensor(with_own_storage(local), spec, requires_grad=False))
