@@ -44,7 +44,7 @@ from mics_strategy.comm.placement import (
     sum_parts,
 )
 from mics_strategy.comm.process import check_not_forked
-from mics_strategy.engine import gathered_views, op_schema
+from mics_strategy.engine import gathered_views, op_locality, op_schema
 from mics_strategy.engine.gathered_views import GatheredBase, Wholes, gather, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import in_backward, is_of_shards, mixes_plain, needs_other_rows
@@ -371,6 +371,8 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
     if func is _aten.detach.default:  # the most frequent operation, of which torch would work out what is known
         local = like._local_tensor if like.mics_memory is not None else like._local_tensor.detach()  # counts its writes
         result = cast("Any", DTensor)(local, like._spec, requires_grad=False)
+    elif op_locality.is_elementwise(func, args, kwargs):
+        result = op_locality.run_on_parts(func, args, kwargs)
     else:
         shard_args, shard_kwargs = op_schema.map_arguments(ExactDTensor, as_torch_dtensor, args, kwargs)
         result = func(*shard_args, **shard_kwargs)
@@ -389,10 +391,7 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
 
 
 def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor, origin: str) -> Any:
-    """Run an operation on gathered tensors. Collective.
-
-    Every rank computes the same result, on replicas of `like`'s mesh.
-    """
+    """Run an operation on gathered tensors. Its results are replicas over `like`'s mesh. Collective."""
     gathered_views.check_strides(func, args[0])
     wholes = Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))

@@ -6,23 +6,51 @@ The answer is the same on all ranks, also where it hangs on the parts of some of
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mics_strategy.engine.op_schema import is_view, tensors_in
 
 _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
-_MISTAKEN = [
-    _aten.squeeze_copy.default,  # by DTensor, which squeezes a dimension of which a rank has one row
-    _aten.topk.default,  # and takes the shape of an earlier call with another `k`
-]
+_COPIES = (_aten.copy_.default, _aten.zero_.default, _aten.zeros_like.default)
+_LAYOUT = ("device", "layout", "memory_format")  # arguments
+_MISTAKEN = [_aten.squeeze_copy.default]  # by DTensor, which squeezes a dimension of which a rank has one row
 if torch.__version__ < "2.12":
     _MISTAKEN.append(_aten.squeeze.default)
+
+
+def is_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes one tensor of tensors of one layout, each element of those at its place.
+
+    DTensor needs 9 ms of a CPU, for every operation and shape, to find that it runs on the parts of ranks.
+    """
+    if not (torch.Tag.pointwise in func.tags or func in _COPIES) or len(func._schema.returns) != 1:
+        return False
+    if any(isinstance(argument, (list, tuple)) for argument in args):
+        return False
+    if any(isinstance(value, torch.Tensor) or name in _LAYOUT for name, value in kwargs.items()):
+        return False
+    first, *others = (argument for argument in args if isinstance(argument, torch.Tensor))
+    if not isinstance(first, DTensor) or not first.is_contiguous():
+        return False
+    return all(isinstance(other, DTensor) and other._spec == first._spec for other in others)
+
+
+def run_on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on this rank's parts."""
+    first = next(argument for argument in args if isinstance(argument, DTensor))
+    local = func(*(a._local_tensor if isinstance(a, DTensor) else a for a in args), **kwargs)
+    if func._schema.is_mutable:
+        return first
+    spec = first._spec
+    if local.dtype != first.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(first.shape, first.stride(), local.dtype))
+    return cast("Any", DTensor)(local, spec, requires_grad=False)
 
 
 def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -33,7 +61,7 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         args: Its positional arguments, at least one of which is a DTensor.
         kwargs: Its other arguments.
     """
-    if func is _aten.detach.default:
+    if func is _aten.detach.default or is_elementwise(func, args, kwargs):
         return False
     dispatcher: Any = DTensor._op_dispatcher
     is_tensor = any("Tensor" in str(value.type) for value in func._schema.returns)

@@ -3,11 +3,18 @@
 Values, scalars, writes, writes through views, and gradients in a loss of which every rank has another one.
 """
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from mics_strategy import shard
 from tests.engine.operator_sweep import Found, sweep_gradients, sweep_values
-from tests.ranks import RankPool
+from tests.ranks import RankContext, RankPool
 
 RESHAPES = {
     "as_strided_",
@@ -56,6 +63,53 @@ def test_some_operators_have_the_values_of_a_plain_tensor(ranks: RankPool, prese
 
 def test_some_operators_have_the_mean_gradient_of_a_plain_tensor(ranks: RankPool) -> None:
     _check(ranks(2, sweep_gradients, "zero3", 20, "first"), REFUSED_IN_BACKWARDS, least=25)
+
+
+ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "average": lambda a, b: a.lerp(b, 0.1),
+    "average_in_place": lambda a, b: a.lerp_(b, 0.1),
+    "sum_with_factor": lambda a, b: torch.add(a, b, alpha=2),
+    "bits": lambda a, b: a > b,
+    "copy": lambda a, b: torch.zeros_like(a, dtype=torch.float64).copy_(a.double()).mul_(3),
+    "zeroed_in_place": lambda a, b: a.zero_(),
+}
+
+
+def _elementwise(ctx: RankContext) -> dict[str, tuple[bool, int]]:
+    """Whether results, their types and their shards are right, by operation; and how often torch's rule is asked."""
+    weight = nn.Linear(4, 3, bias=False).weight  # the last rank of two has one row
+    model = nn.ParameterDict({"a": weight, "b": nn.Parameter(weight.detach().flip(0))})
+    plain = {name: value.detach().clone() for name, value in model.items()}
+    shard(model, "zero3")
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    found = {}
+    for name, operation in ELEMENTWISE.items():
+        expected = operation(*(value.clone() for value in plain.values()))
+        sharded: list[Any] = [value.detach().clone() for value in model.values()]
+        with mock.patch.object(propagator, "propagate", wraps=propagator.propagate) as propagate:
+            result: Any = operation(*sharded)
+        is_right = torch.equal(result.full_tensor(), expected) and result.dtype == expected.dtype
+        found[name] = is_right and result.placements == model["a"].placements, propagate.call_count
+    return found
+
+
+def test_elementwise_operations_run_on_the_parts_without_a_rule_of_torch(ranks: RankPool) -> None:
+    conversions = {"copy": 1}  # to another type
+    expected = {name: (True, conversions.get(name, 0)) for name in ELEMENTWISE}
+    assert ranks(2, _elementwise) == [expected] * 2
+
+
+def _columns_and_rows(ctx: RankContext) -> bool:
+    """Whether tensors of two layouts are not added part by part."""
+    plain = torch.arange(16.0).view(4, 4)
+    model = nn.ParameterDict({"a": nn.Parameter(plain.clone())})
+    shard(model, "zero3")
+    rows: Any = model["a"].detach()
+    return torch.equal((rows + rows.t()).full_tensor(), plain + plain.t())
+
+
+def test_tensors_of_two_layouts_are_not_added_part_by_part(ranks: RankPool) -> None:
+    assert ranks(2, _columns_and_rows) == [True, True]
 
 
 @pytest.mark.slow
