@@ -5,6 +5,7 @@ tables at the top are the rules; a new module or an agreed exception is a line t
 """
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -141,11 +142,22 @@ class Import:
     in_function: bool
 
 
-def imports(source: Source) -> Iterator[Import]:
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a file, which nearly every check looks at."""
+    return list(ast.walk(tree))
+
+
+@functools.cache
+def imports(source: Source) -> list[Import]:
     """All imports of a file, those inside functions included."""
+    return list(_imports(source))
+
+
+def _imports(source: Source) -> Iterator[Import]:
     inside = {id(n) for f in _functions(source) for n in ast.walk(f)}
     package = (source.path if source.path.name == "__init__.py" else source.path.with_suffix("")).parts[:-1]
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield Import(name.name, name.asname or name.name, node, id(node) in inside)
@@ -158,7 +170,7 @@ def imports(source: Source) -> Iterator[Import]:
 
 
 def _functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -265,7 +277,7 @@ def _named_from_distributed(source: Source) -> Iterator[tuple[ast.AST, str]]:
             yield found.node, found.target.rpartition(".")[2]
         if found.target == "torch.distributed" or found.target.startswith("torch.distributed."):
             aliases.add(found.alias)
-    for node in ast.walk(source.tree):
+    for node in nodes(source.tree):
         if isinstance(node, ast.Attribute):
             base = ast.unparse(node.value)
             if base in aliases or base.startswith("torch.distributed"):
@@ -305,7 +317,7 @@ def check_sizes(sources: Iterable[Source]) -> list[str]:
             if num > MAX_PARAMETERS:
                 what = f"{function.name} has {num} parameters, at most {MAX_PARAMETERS}: use a dataclass"
                 violations.append(source.at(function, what))
-        for cls in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+        for cls in (node for node in nodes(source.tree) if isinstance(node, ast.ClassDef)):
             num = len(_attributes(cls))
             if num > MAX_ATTRIBUTES and cls.name not in HAVE_MORE_ATTRIBUTES:
                 what = f"{cls.name} has {num} attributes, at most {MAX_ATTRIBUTES}: cut it where it does two things"
@@ -377,7 +389,7 @@ def check_asserts(sources: Iterable[Source]) -> list[str]:
     return [
         source.at(node, "assert: raise an error that says what to do")
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in nodes(source.tree)
         if isinstance(node, ast.Assert)
     ]
 
