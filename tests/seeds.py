@@ -10,14 +10,14 @@ import torch
 SEED = 1234
 
 
-def seed_generators() -> None:
+def seed_generators(seed: int = SEED) -> None:
     """Seed Python's, torch's and, where it is loaded, numpy's generator."""
-    random.seed(SEED)
-    torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` formats the stack for every absent kind of device
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats the stack for every absent kind of device
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(SEED)
+        torch.cuda.manual_seed_all(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(SEED)
+        sys.modules["numpy"].random.seed(seed)
 
 
 @dataclass(frozen=True, slots=True)

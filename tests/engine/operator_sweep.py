@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from mics_strategy import MiCSError, ShardConfig, shard
 from tests.rank_report import RankContext
+from tests.seeds import seed_generators
 
 _MOST_ROWS = 100
 _NOT_OF_VALUES = frozenset(  # of memory, devices and autograd
@@ -135,9 +136,7 @@ def _of_form(dense: Iterator[Any], form: str) -> list[Any]:
 
 
 def _dense_samples(op: Any) -> Iterator[Any]:
-    from torch.testing._internal.common_utils import set_rng_seed
-
-    set_rng_seed(0)  # on every rank
+    seed_generators(0)  # on every rank
     for sample in op.sample_inputs_func(op, "cpu", torch.float64, False):  # `sample_inputs` reads the stack for each
         values = sample.input
         if isinstance(values, Tensor) and values.layout is torch.strided and values.dtype == torch.float64:
