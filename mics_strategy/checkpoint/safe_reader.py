@@ -6,6 +6,7 @@ metadata may hold only torch's metadata classes, and objects only plain data.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Collection
@@ -54,6 +55,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of  # Python 3.11.0 to 3.11.3 pickles a member of an Enum by its name
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it needs the class {module}.{name}")
         found = super().find_class(module, name)
@@ -73,6 +76,12 @@ class _MetadataUnpickler(pickle.Unpickler):
             changes = [change for found, before in self._attributes.items() for change in _undo(found, before)]
             if changes:
                 raise pickle.UnpicklingError(f"it assigns to {', '.join(changes)}")
+
+
+def _member_of(cls: Any, name: str) -> Any:
+    if not isinstance(cls, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it needs the attribute {name} of {cls}")
+    return cls[name]
 
 
 def _attributes_of(found: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Is nothing read that is not the checkpoint's own, whatever its manifest or its description names?"""
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -55,7 +57,33 @@ def redirect(path: Path) -> None:
     found = pickle.loads((path / ".metadata").read_bytes())
     for piece in found.storage_data.values():
         piece.relative_path = f"../other/{piece.relative_path}"
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+    describe(path, pickle.dumps(found))
+
+
+class EnumsByName(pickle.Pickler):
+    """Pickles as Python 3.11.0 to 3.11.3."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def pickle_enums_by_name(path: Path) -> None:
+    file = io.BytesIO()
+    EnumsByName(file).dump(pickle.loads((path / ".metadata").read_bytes()))
+    assert b"getattr" in file.getvalue()
+    describe(path, file.getvalue())
+
+
+class Reach:
+    """Unpickled, it is the attribute of a class that metadata may hold."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Path, "unlink")
+
+
+def describe(path: Path, metadata: bytes) -> None:
+    """Write a description, and let the manifest know it."""
+    (path / ".metadata").write_bytes(metadata)
     entry = atomic.entry_of(path / ".metadata")
     described = {"num_bytes": entry.num_bytes, "sha256": entry.sha256}
     edit(path, lambda manifest: manifest["files"].update({".metadata": described}))
@@ -74,6 +102,10 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a description of elsewhere": (
         redirect,
         r"\.metadata` names `../other/__\d_0.distcp`, which is outside the folder",
+    ),
+    "an attribute": (
+        lambda path: describe(path, pickle.dumps(Reach())),
+        r"not checkpoint metadata \(it needs the attribute unlink of <class 'pathlib\.Path'>",
     ),
     "a word for a number": (
         lambda path: edit(path, lambda found: found.update(step="x")),
@@ -114,6 +146,18 @@ def test_what_is_not_the_checkpoints_own_is_refused_on_every_rank(ranks: RankPoo
         for place, (_, words) in enumerate(CHANGES.values()):
             for text in said[2 * place : 2 * place + 2]:
                 assert re.search(words, text), text
+
+
+def load_step(ctx: RankContext, run: Run, path: Path) -> dict[str, Any]:
+    training = start(ctx, run)
+    return load_checkpoint(path, training.sharded, [training.optimizer])
+
+
+def test_the_description_of_every_python_is_read(ranks: RankPool, tmp_path: Path) -> None:
+    run = run_of("zero3", ranks_per_node=1)
+    ranks(2, save, run, tmp_path / "one")
+    pickle_enums_by_name(tmp_path / "one")
+    assert ranks(2, load_step, run, tmp_path / "one") == [{"epoch": 1}] * 2
 
 
 def load_with_stranger(ctx: RankContext, run: Run, path: Path) -> str:
