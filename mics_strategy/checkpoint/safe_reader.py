@@ -56,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member_of  # Python 3.11.0 to 3.11.3 pickles a member of an Enum by its name
+            return _member_of  # Python 3.11.2 pickles a member of an Enum by its name
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it needs the class {module}.{name}")
         found = super().find_class(module, name)

@@ -19,7 +19,10 @@ _aten = torch.ops.aten
 _COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
 _COPIES = (_aten.copy_.default, _aten.zero_.default, _aten.zeros_like.default)
 _LAYOUT = ("device", "layout", "memory_format")  # arguments
-_MISTAKEN = [_aten.squeeze_copy.default]  # by DTensor, which squeezes a dimension of which a rank has one row
+_MISTAKEN = [
+    _aten.squeeze_copy.default,  # by DTensor, which squeezes a dimension of which a rank has one row
+    _aten.topk.default,  # and takes the shape of an earlier call with another `k`
+]
 if torch.__version__ < "2.12":
     _MISTAKEN.append(_aten.squeeze.default)
 

@@ -61,7 +61,7 @@ def redirect(path: Path) -> None:
 
 
 class EnumsByName(pickle.Pickler):
-    """Pickles as Python 3.11.0 to 3.11.3."""
+    """Pickles as Python 3.11.2."""
 
     def reducer_override(self, obj: object) -> Any:
         return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
