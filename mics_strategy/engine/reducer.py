@@ -218,8 +218,8 @@ class Reducer:
     def launch(self, units: Iterable[Unit]) -> None:
         """Start the first hops of units.
 
-        Second hops start in the order of these launches, never in the order in which gradients arrive, as that may
-        differ between ranks.
+        Second hops start in an order that all ranks have in common (`SecondHops.take_turns`), never in the order in
+        which gradients arrive, as that may differ between ranks.
         """
         for unit in units:
             self._copy_collected()

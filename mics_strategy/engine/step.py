@@ -328,7 +328,7 @@ class Engine:
         self.order.freeze()
         self._pending.mark_earliest_enters()
         # All ranks must start first hops in one order. Where parameters and gradients are sharded, all run the same
-        # units, and these say it. Elsewhere ranks may differ, and only the order that they have agreed on will do.
+        # units, and pending calls say it. Elsewhere ranks may differ, and only `turns`, on which they agreed, will do.
         turns = self._global_order.units[::-1]
         order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
         ran = self._pass.checkpointed | self._pending.skipped
