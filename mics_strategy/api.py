@@ -196,7 +196,7 @@ def _make_groups(scopes: Scopes, device: torch.device, seed: int) -> ProcessGrou
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
-    """Allocate memory, load first values, and install the engine's hooks and guards."""
+    """Allocate memory and load first values. `Sharded` installs the engine's hooks and guards."""
     specs = [make_bucket_specs(module, context) for module in modules]
     specs = choose_coalescing(specs, context.config, context.groups, context.device)
     built_units = build_units(modules, specs, context)

@@ -22,7 +22,9 @@ from typing import Any
 
 from mics_strategy.errors import ConfigError
 
-LINKS = ("intra_node", "inter_node", "inter_switch")  # fastest first; names of axes begin with them
+# Fastest first; names of axes begin with them. A further level is one more here, in `Topology`, `Switches`, `Cluster`,
+# `_make_axes` and `allowed_degrees` of `scopes`; engine and comm follow the axes.
+LINKS = ("intra_node", "inter_node", "inter_switch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

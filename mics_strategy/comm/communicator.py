@@ -75,7 +75,7 @@ class Communicator:
             The work; `out` is valid after `wait()`.
 
         Cost:
-            Sent: `route.all_gather_traffic`.
+            Sent: `traffic.all_gather_traffic`.
         """
         check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
         op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
@@ -113,7 +113,7 @@ class Communicator:
             The work; `out` is valid after `wait()`.
 
         Cost:
-            Sent: `route.reduce_scatter_traffic`. In several stages a narrow wire dtype rounds once per stage.
+            Sent: `traffic.reduce_scatter_traffic`. In several stages a narrow wire dtype rounds once per stage.
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
@@ -144,7 +144,7 @@ class Communicator:
             The work; `tensor` is valid after `wait()`.
 
         Cost:
-            Sent: `route.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
+            Sent: `traffic.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
             once when the sum is sent back.
         """
         op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)

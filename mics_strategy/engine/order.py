@@ -1,7 +1,7 @@
 """Order of units: recorded, pending and global.
 
 - `ExecutionOrder` records the first training forward, to prefetch units in later ones. It is a hint: a forward in
-  another order only loses the prefetch.
+  another order gathers units that it does not use next, for which others lose their slots.
 - `PendingBackwards` holds the forwards whose backward is still to come. It gives the exact order in which the backward
   needs units. While parameters are sharded, it is the same on every rank, so a rank whose backward skips a unit can
   still take part in its collectives.

@@ -311,7 +311,8 @@ class Engine:
         claimed = {unit.slot for unit in self._pass.recomputed}
         for unit in upcoming:
             resident = unit.slot.resident
-            # The gather would overwrite the resident, which a unit in its forward or backward still reads.
+            # The gather would overwrite the resident, which a unit in its forward or backward still reads. One that was
+            # gathered ahead counts as free.
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
             if unit is not current and resident is not current and is_free and unit.slot not in claimed:
                 yield unit

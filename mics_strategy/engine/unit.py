@@ -161,7 +161,7 @@ class Unit:
                 bucket.unsharded.unshard(bucket.versions.unsharded)
 
     def evict(self) -> None:
-        """Give up the slot."""
+        """Give up the slot, also of a unit that was gathered ahead and not used."""
         self.finish_unshard()
         self.keep_late_writes()
         if self.phase is UnitPhase.FORWARD:

@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 from mics_strategy.comm.route import ALL_REDUCE
 from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, StageTraffic
 from mics_strategy.planner.cluster import Cluster, Link
-from mics_strategy.topology import Axis
+from mics_strategy.topology import LINKS, Axis
 
-INTRA_NODE, INTER_NODE, INTER_SWITCH = "intra_node", "inter_node", "inter_switch"  # fastest first
-_LINKS = (INTRA_NODE, INTER_NODE, INTER_SWITCH)
+INTRA_NODE, INTER_NODE, INTER_SWITCH = LINKS
 _UNENCODED_BYTES = 4  # values are read and written in fp32
 _ROTATION = 4  # time of a codec with rotation, in times of that without; measured on a CPU
 
@@ -75,7 +74,7 @@ class CommTime:
 
     def _of(self, stage: StageTraffic) -> StageTime:
         names = stage.axis.split("+")
-        links = [link for link in _LINKS if any(name.startswith(link) for name in names)]
+        links = [link for link in LINKS if any(name.startswith(link) for name in names)]
         name = links[-1]
         encode_s, decode_s = (0.0, 0.0) if stage.codec_work is None else self._codec_seconds(stage.codec_work)
         ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)

@@ -17,10 +17,10 @@ from typing import Any
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.quantities import LARGEST
+from mics_strategy.topology import LINKS
 
 FORMAT = 1  # of the file; raised when its fields change their meaning
 _LARGEST_SLOWDOWN = 10.0
-LINKS = ("intra_node", "inter_node", "inter_switch")
 _COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 _ORIGIN_FIELDS = ("format", "date", "hosts", "world_size", "torch_version", "package_version", "dtype", "flop_per_s")
 

@@ -19,7 +19,7 @@ from mics_strategy.planner.workload import Workload
 from mics_strategy.timeline import Timeline, chrome_trace
 
 _SCOPES = ("params", "grads", "optimizer")
-_WORDS = ("none", "replicate", "partition", "node", "world")
+_WORDS = ("replicate", "none", "partition", "node", "world", "auto")
 
 
 def parser() -> ArgumentParser:
@@ -32,7 +32,7 @@ def parser() -> ArgumentParser:
     add_workload_options(options)
     options.add_argument("--preset", default=None, help="mics, zero3, paro-iig, ...; default: the planner's choice")
     for name in _SCOPES:
-        options.add_argument(f"--{name}", default=None, help=f"scope of {name}: ranks, replicate, node or world")
+        options.add_argument(f"--{name}", default=None, help=f"scope of {name}: ranks, replicate, partition or world")
     options.add_argument("--partition-size", default=None, help="ranks of a partition; default: a node")
     options.add_argument("--secondary", default=None, help="scope of the secondary copy of the parameters")
     options.add_argument("--weight-codec", default=None, help="codec of parameters: int8, int4")
