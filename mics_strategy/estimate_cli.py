@@ -42,7 +42,7 @@ from mics_strategy.planner.model_sources import recipe_model, transformers_confi
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.space import overheads_of
-from mics_strategy.recipe_names import is_recipe
+from mics_strategy.recipe_names import recipe_names
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
 from mics_strategy.version import install_advice
@@ -273,7 +273,7 @@ _ONLY_WITH_ACTIVATIONS = tuple(kind for kind in NOT_STATES if kind != "communica
 
 
 def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None, overheads: Overheads) -> _Estimate:
-    if is_recipe(options.model):
+    if options.model in recipe_names():
         model, traced = recipe_model(options.model, options.seq_len or 0)
         options.seq_len = traced.tokens_per_sample
     else:

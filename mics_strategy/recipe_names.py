@@ -17,7 +17,7 @@ def recipes_package() -> str:
     return "mics_strategy.recipes"
 
 
-def is_recipe(name: str) -> bool:
-    """Whether a recipe of the project has this name: folder and file, joined by a hyphen."""
+def recipe_names() -> set[str]:
+    """Names of the project's recipes: folder and file, joined by a hyphen."""
     folders = (parent / "recipes" for parent in Path(__file__).parents[:2])  # of a wheel, of a checkout
-    return name in {f"{file.parent.name}-{file.stem}" for folder in folders for file in folder.glob("*/*.yaml")}
+    return {f"{file.parent.name}-{file.stem}" for folder in folders for file in folder.glob("*/*.yaml")}

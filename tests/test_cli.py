@@ -125,9 +125,10 @@ def test_a_wrong_path_is_not_taken_for_a_changed_checkpoint(tmp_path: Path, caps
     assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
     message = f"mics export: `{tmp_path}` is not a checkpoint: it has no `.metadata`. Pass the folder of a checkpoint"
     assert capsys.readouterr().err.startswith(message)
-    inner = tmp_path / "pytorch_model_fsdp_0"  # as `Accelerator.save_state` names it
-    inner.mkdir()
-    (inner / ".metadata").touch()
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):  # as `Accelerator.save_state` names them
+        inner = tmp_path / name
+        inner.mkdir()
+        (inner / ".metadata").touch()
     assert main(["export", str(tmp_path), str(tmp_path / "hf")]) == 1
     assert f"it has no `.metadata`. Pass `{inner}`." in capsys.readouterr().err
 

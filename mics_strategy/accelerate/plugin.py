@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +27,7 @@ UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Calla
 _FSDP2 = 2
 _LAYER_NAMES = "transformer_cls_names_to_wrap"
 # Options of the FSDP plugin with the same meaning here.
+_log = logging.getLogger(__name__)
 _SHARED = (
     *("state_dict_type", "activation_checkpointing", "cpu_ram_efficient_loading", "auto_wrap_policy"),
     *("transformer_cls_names_to_wrap", "min_num_params", "mixed_precision_policy"),
@@ -87,6 +90,12 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             ConfigError: The plugin requests something that the engine does not support.
         """
         _check_fsdp_options(plugin)
+        if launch.is_enabled() and os.environ.get("RANK", "0") == "0":
+            _log.warning(
+                "A script's FSDP plugin (`fsdp=` of `TrainingArguments`) meets the launcher's file. The file says how "
+                "the model is sharded, and of the plugin count only its %s.",
+                ", ".join(f"`{name}`" for name in _SHARED),
+            )
         options = {name: getattr(plugin, name) for name in _SHARED}
         return cls(**{name: value for name, value in options.items() if value is not None})
 

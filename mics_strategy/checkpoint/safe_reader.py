@@ -121,6 +121,7 @@ class SafeReader(FileSystemReader):
             if not folder.is_dir():
                 raise CheckpointError(f"`{folder}` {atomic.why_no_folder(folder)}.") from None
             inner = sorted(file.parent.name for file in folder.glob(f"*/{METADATA}"))
+            inner.sort(key=lambda name: name.startswith("optimizer"))  # a model first
             remedy = f"Pass `{folder / inner[0]}`." if inner else "Pass the folder of a checkpoint."
             raise CheckpointError(f"`{folder}` is not a checkpoint: it has no `{METADATA}`. {remedy}") from None
         except Exception as error:  # unpickling raises what the constructors of the classes raise

@@ -30,7 +30,7 @@ from mics_strategy.errors import ConfigError, nearest
 from mics_strategy.planner.catalog import describe_model, is_image_model, model_names
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_trace import TraceInput, trace_model
-from mics_strategy.recipe_names import is_recipe, recipes_package
+from mics_strategy.recipe_names import recipe_names, recipes_package
 from mics_strategy.version import install_advice
 
 _HUB_TIMEOUT_S = 5.0
@@ -64,12 +64,12 @@ class ModelSource:
             return self._of_config(path)
         if ":" in self.text:
             return self._of_factory()
-        if is_recipe(self.text):
+        if self.text in recipe_names():
             return self._trace(*recipe_model(self.text, self.seq_len))
         if importlib.util.find_spec("transformers") is None:
             raise ConfigError(
                 f"`--model {self.text}` is neither a model of the catalog, nor a recipe, nor a file, nor "
-                f"`module:factory`.{nearest(self.text, model_names())}"
+                f"`module:factory`.{nearest(self.text, known_names())}"
             )
         return self._of_transformers(transformers_config(self.text), self.text, self.text)
 
@@ -168,6 +168,11 @@ class ModelSource:
         return value.to(self.dtype) if is_floating else value
 
 
+def known_names() -> set[str]:
+    """Names of models of the catalog and of recipes."""
+    return {*model_names(), *recipe_names()}
+
+
 def recipe_model(name: str, seq_len: int) -> tuple[nn.Module, TraceInput]:
     """The model of a recipe on the meta device, and an example.
 
@@ -198,12 +203,12 @@ def transformers_config(name: str) -> Any:
     """
     transformers: Any = importlib.import_module("transformers")
     hub: Any = importlib.import_module("huggingface_hub")
-    is_slip = bool(difflib.get_close_matches(name.lower(), model_names(), cutoff=0.85))
+    is_slip = bool(difflib.get_close_matches(name.lower(), known_names(), cutoff=0.85))
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         if is_slip or Path(name).exists():
-            reason = nearest(name, model_names()) if is_slip else f" {' '.join(str(error).split())}"
+            reason = nearest(name, known_names()) if is_slip else f" {' '.join(str(error).split())}"
             raise ConfigError(f"`{name}` is not a model of transformers, nor of the catalog.{reason}") from error
     try:
         hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
@@ -212,5 +217,5 @@ def transformers_config(name: str) -> Any:
         raise ConfigError(
             f"`{name}` is not a model of the catalog, nor a recipe, nor in transformers' cache, and the hub has no "
             f"configuration of it or was not reached: {' '.join(str(error).split())}. Correct the name, or download "
-            f"the model's config.json and name its folder.{nearest(name, model_names())}"
+            f"the model's config.json and name its folder.{nearest(name, known_names())}"
         ) from error

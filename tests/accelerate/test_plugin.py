@@ -139,7 +139,9 @@ def test_precision_that_contradicts_itself_is_refused(options: dict[str, Any], m
         MiCSPlugin(**options)
 
 
-def test_a_stock_plugin_of_a_script_reads_the_launchers_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stock_plugin_of_a_script_reads_the_launchers_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "mics")
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "zero3")
@@ -147,6 +149,7 @@ def test_a_stock_plugin_of_a_script_reads_the_launchers_version(monkeypatch: pyt
     plugin = MiCSPlugin.from_fsdp_plugin(stock)
     assert plugin.config == ShardConfig.preset("zero3")
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert "the model is sharded, and of the plugin count only its `state_dict_type`" in caplog.text
 
 
 def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:

@@ -262,6 +262,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
 
 PLAN: dict[str, tuple[list[str], str]] = {
     "no such model": (["--model", "llama-7", *P4D, "--global-batch", "64"], "Did you mean llama-7b"),
+    "no such recipe": (["--model", "gpt2-xxl", *P4D, "--global-batch", "64"], "Did you mean gpt2-xl"),
     "no such file": (["--model", "here/config.json", *P4D, "--global-batch", "64"], "does not exist"),
     "no such cluster": ([*LLAMA, "--cluster", "p4d", "--nodes", "2", "--global-batch", "64"], "Did you mean p4d"),
     "no such cluster, no nodes": ([*LLAMA, "--cluster", "p4d", "--global-batch", "64"], "Did you mean p4d"),
