@@ -386,12 +386,13 @@ def resolve_plugin(requested: Any, parallelism: Any) -> MiCSPlugin:
                 f"`partition_size={plugin.config.partition_size!r}` contradicts `parallelism_config` with "
                 f"dp_shard_size={size}. Remove `parallelism_config`."
             )
-        plugin.config = plugin.config.replace(partition_size=size)
     if size is not None and not _is_partitioned(size, plugin.config):
         raise ConfigError(
             f"`parallelism_config` with dp_shard_size={size} sets the size of a partition, but no scope of "
             f"{plugin.config} is a partition. Remove `parallelism_config`, or use the preset 'mics'."
         )
+    if size is not None:
+        plugin.config = plugin.config.replace(partition_size=size)
     current = framework.current_plugin()
     if isinstance(current, MiCSPlugin) and current.is_equivalent_to(plugin):
         return current  # a notebook cell was run again

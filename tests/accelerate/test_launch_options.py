@@ -236,7 +236,8 @@ ANSWERS = {
         partition_size=16,
         layer_class="LlamaDecoderLayer",
     ),
-    "cpu": LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", partition_size="world", preset="auto"),
+    "cpu": LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", partition_size="world"),
+    "auto": LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", preset="auto"),
 }
 
 
