@@ -326,12 +326,11 @@ class _SaveJob:
         try:
             if self.previous_channel is not None:
                 self.previous_channel.delete("outcome")  # not earlier, because no rank knows when the last one reads it
-            reports = []
+            messages = []  # of all ranks before any is read: one that still writes would make a removed draft anew
             for rank in range(self.manifest.world_size):
-                message = self.channel.recv(f"share {rank}", rank)
+                messages.append(self.channel.recv(f"share {rank}", rank).decode(errors="replace"))
                 self.channel.delete(f"share {rank}")
-                reports.append(shard_report.shard_report_from(message.decode(errors="replace"), rank))
-            self._write_metadata(reports)
+            self._write_metadata([shard_report.shard_report_from(text, rank) for rank, text in enumerate(messages)])
             atomic.commit(self.draft, self.path)
         except BaseException as error:
             is_explained = isinstance(error, MiCSError)

@@ -2,10 +2,13 @@
 
 import errno
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 
 from mics_strategy import CheckpointError
 from mics_strategy.checkpoint.save import save_checkpoint
@@ -29,14 +32,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def save_twice(ctx: RankContext, run: Run, path: Path, asynchronous: bool) -> None:
-    """Job: rank 1 fills the disk before the second save."""
+    """Job: rank 1 fills the disk before the second save, and writes late, when rank 0 has failed."""
     training = start(ctx, run)
     training.step(0)
     save_checkpoint(path, training.sharded, [training.optimizer])
     training.step(1)
     if ctx.rank == 1:
         _fill(path.parent / "filler")
-    save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=asynchronous).wait()
+    begin = FileSystemWriter.prepare_local_plan
+
+    def late(writer: FileSystemWriter, plan: SavePlan) -> SavePlan:
+        time.sleep(0.3 * ctx.rank)
+        return begin(writer, plan)
+
+    with mock.patch.object(FileSystemWriter, "prepare_local_plan", late):
+        save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=asynchronous).wait()
 
 
 def _fill(file: Path) -> None:
