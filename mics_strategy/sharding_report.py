@@ -17,7 +17,7 @@ class ShardingReport:
 
     Attributes:
         requested: Preset, and the fields that differ from it.
-        chosen: What ``"auto"`` chose, and why; empty where nothing was ``"auto"``.
+        chosen: Choice of ``"auto"``, and its reason; empty where nothing was ``"auto"``.
         scopes: Ranks and axes of every model state.
         num_units: Units, whose parameters share collectives.
         num_parameters: Elements of all parameters.
