@@ -17,12 +17,14 @@ from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.aliases import retire
 from mics_strategy.engine.autograd import wrap_autograd
+from mics_strategy.engine.bucket_specs import BucketRules
 from mics_strategy.engine.build import (
     BuildContext,
     add_sharded_parameters,
     build_engine,
     build_units,
     make_bucket_specs,
+    plan_memory,
 )
 from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
@@ -197,14 +199,16 @@ def _make_groups(scopes: Scopes, device: torch.device, seed: int) -> ProcessGrou
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
     """Allocate memory and load first values. `Sharded` installs the engine's hooks and guards."""
-    specs = [make_bucket_specs(module, context) for module in modules]
-    specs = choose_coalescing(specs, context.config, context.groups, context.device)
-    built_units = build_units(modules, specs, context)
+    config, groups = context.config, context.groups
+    rules = BucketRules.of(groups.scopes, is_stream_ordered=groups.is_stream_ordered)
+    specs = choose_coalescing(make_bucket_specs(modules, config, rules), config, groups, context.device)
+    plan = plan_memory(modules, specs, config, groups.scopes, is_stream_ordered=groups.is_stream_ordered)
+    built_units = build_units(modules, plan, context)
     materialize.materialize(
         model, list(zip(modules, built_units, strict=True)), context.groups, initializer, context.device
     )
     add_sharded_parameters(built_units, modules, context)
-    engine = build_engine(built_units, modules, context)
+    engine = build_engine(built_units, plan, context)
     sharded = Sharded(model, context, engine, modules)
     sharded.internals.set_references()
     if context.config.broadcast_buffers:

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("config", "topology", "scopes", "timeline", "sharding_report", "text_table", "tuning.threshold"),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units", "engine.aliases"),
+        *("engine.bucket_specs", "engine.memory_plan"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.autotune"),

@@ -11,8 +11,8 @@ from torch import nn
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.scratch import comm_layout
 from mics_strategy.comm.transport import timeout_of
-from mics_strategy.planner.communicators import comm_layout
 from mics_strategy.scopes import resolve_scopes
 from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.ranks import RankContext, RankPool, simulate

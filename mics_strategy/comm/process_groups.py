@@ -91,14 +91,6 @@ class ProcessGroups:
         """
         return self.world_group is None or not self.world_group.transport.blocks_host
 
-    @property
-    def shares_gradient_staging(self) -> bool:
-        """Whether first hops may use one flat buffer of gradients, one after the other.
-
-        Not where one is encoded while the one before is on the wire, whose own share is still in the buffer.
-        """
-        return self.is_stream_ordered and not self.scopes.is_quantized("grad_reduce_scatter")
-
     @functools.cached_property
     def unquantized(self) -> GradCommunicators:
         """Communicators of gradients without codecs. The first access is collective."""

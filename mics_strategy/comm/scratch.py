@@ -5,10 +5,24 @@ Pure.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
 import torch
 
-from mics_strategy.comm.route import Route, Stage, all_reduce_slice, is_plain_all_reduce
+from mics_strategy.comm.route import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    Route,
+    SizedRoutes,
+    Stage,
+    all_reduce_slice,
+    is_plain_all_reduce,
+)
 from mics_strategy.comm.workspace import aligned_bytes
+from mics_strategy.scopes import COLLECTIVES, STREAM_OF, Scopes
+from mics_strategy.topology import Span
 
 # 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
 COMMUNICATOR_BYTES = 600_000_000
@@ -108,3 +122,103 @@ class _StageBytes:
         if self._sums_natively:
             return aligned_bytes((numel, self._wire))
         return (1 if source == self._wire else 2) * aligned_bytes((stage.size * numel, self._wire))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommLayout:
+    """Routes of a job's collectives, and what follows from them alone.
+
+    The groups are those that `comm.resources` makes on a backend with streams: roles on one stream share a group over
+    the same ranks, and control messages use the default group.
+
+    Attributes:
+        routes: Routes of each role; those without codecs of gradients as well, where there are such codecs.
+        num_communicators: NCCL's communicators of one rank: one for each process group, and the default one.
+        encoded_streams: Streams on which a collective is encoded while the one before it is sent.
+        block_numels: Elements of a codec block, of frozen and of trained parameters.
+        is_first_hop_quantized: Whether gradients are encoded in every backward.
+    """
+
+    routes: Mapping[str, tuple[SizedRoutes, ...]]
+    num_communicators: int
+    encoded_streams: frozenset[str]
+    block_numels: tuple[int, int]
+    is_first_hop_quantized: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def comm_layout(scopes: Scopes) -> CommLayout:
+    """The routes of a job. Cached: a planner asks for the same scopes often."""
+    has_codec = scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None
+    variants = [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
+    routes = {role: tuple(s for variant in variants if (s := variant.routes(role)) is not None) for role in COLLECTIVES}
+    mesh_spans = (scopes.span(1, scopes.optimizer), scopes.span_of("second_hop_all_reduce"))
+    in_default_group = [span for span in mesh_spans if span.size == scopes.world_size and span.is_in_rank_order]
+    groups = {("mesh", span) for span in mesh_spans if span not in in_default_group}
+    encoded = set()
+    for role, stream in STREAM_OF.items():
+        for route in (route for sized in routes[role] for route in _both(sized)):
+            groups |= {(stream, span) for span in _spans(route, role, scopes)}
+            encoded |= {stream} if route.is_quantized else set()
+    return CommLayout(
+        routes=routes,
+        num_communicators=1 + len([span for _, span in groups if span.size > 1]),
+        encoded_streams=frozenset(encoded),
+        block_numels=(scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True)),
+        is_first_hop_quantized=scopes.is_quantized("grad_reduce_scatter"),
+    )
+
+
+def _both(sized: SizedRoutes) -> tuple[Route, ...]:
+    return (sized.hierarchical,) if sized.flat is None else (sized.hierarchical, sized.flat)
+
+
+def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
+    """Ranks of each stage of a role's collectives."""
+    span = scopes.span_of(role)
+    return span.split_by_link() if len(route.stages) > 1 else (span,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveShape:
+    """A collective that needs scratch memory.
+
+    Attributes:
+        role: Role of the collective.
+        numel: Elements of its full tensor.
+        wire: Dtype of unquantized payloads.
+        dtype: Dtype of the sum.
+        is_coalesced: Whether it takes several tensors in one launch.
+    """
+
+    role: str
+    numel: int
+    wire: torch.dtype
+    dtype: torch.dtype
+    is_coalesced: bool = False
+
+
+def workspace_bytes(comms: CommLayout, shapes: Iterable[CollectiveShape]) -> int:
+    """Scratch memory of all streams on a backend that adds: on each that of the largest collective.
+
+    It is doubled where one collective is encoded while another is sent.
+    """
+    largest = dict.fromkeys(STREAM_OF.values(), 0)
+    for shape in shapes:
+        stream = STREAM_OF[shape.role]
+        for sized in comms.routes[shape.role]:
+            route = sized.for_bytes(shape.numel * shape.wire.itemsize)
+            largest[stream] = max(largest[stream], _scratch_bytes(route, shape))
+    return sum((2 if stream in comms.encoded_streams else 1) * num_bytes for stream, num_bytes in largest.items())
+
+
+def _scratch_bytes(route: Route, shape: CollectiveShape) -> int:
+    collective, numel = COLLECTIVES[shape.role], shape.numel
+    if shape.is_coalesced:
+        rows = route.strides[:-1] if collective == REDUCE_SCATTER else (1,)
+        pieces = ((numel // route.size * count, shape.wire) for count in rows)
+        return 0 if route.is_quantized else aligned_bytes(*pieces)
+    if collective == ALL_GATHER:
+        return all_gather_scratch_bytes(route, numel // route.size)
+    scratch_bytes = reduce_scatter_scratch_bytes if collective == REDUCE_SCATTER else all_reduce_scratch_bytes
+    return scratch_bytes(route, numel, shape.wire, shape.dtype, sums_natively=True)

@@ -5,27 +5,11 @@ Without a shared staging buffer, a gradient is kept only until the next one come
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from mics_strategy.engine.lifecycle import GRAD_BUFFER_TRANSITIONS, GradBufferState, GradFlags, transition
 from mics_strategy.engine.streams import order_behind
 from mics_strategy.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradStaging:
-    """Flat buffer of gradients that all buckets use in turn, in the order of a stream.
-
-    Attributes:
-        buffer: [ranks of the gradient scope * elements of the largest chunk] in the wire dtype.
-        num_chunks: Chunks of the bucket's first hop. More than one only where the flat buffer would be the memory of a
-            single contiguous gradient.
-    """
-
-    buffer: torch.Tensor
-    num_chunks: int
 
 
 class BackwardGrads:
@@ -45,7 +29,7 @@ class BackwardGrads:
         is_zero: Whether `flat` holds zeros that other buckets also send, so that nothing is written to it.
     """
 
-    def __init__(self, name: str, flags: GradFlags, staging: GradStaging | None) -> None:
+    def __init__(self, name: str, flags: GradFlags, staging: torch.Tensor | None) -> None:
         self.state = GradBufferState.EMPTY
         self.num_arrived = 0
         self.kept: dict[int, torch.Tensor] = {}
@@ -67,7 +51,7 @@ class BackwardGrads:
         It is added to an earlier one of its parameter, with the rounding of a flat buffer.
         """
         if earlier is not None and self.staging is not None:
-            grad = earlier.to(self.staging.buffer.dtype) + grad.detach()
+            grad = earlier.to(self.staging.dtype) + grad.detach()
         self.kept[position] = grad.detach().clone() if grad.requires_grad else grad
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:

@@ -28,7 +28,8 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import once_per_buffer
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
-from mics_strategy.engine.layout import BucketLayout, BucketSpec
+from mics_strategy.engine.bucket_specs import BucketSpec, casts_each_gather
+from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.storage_guard import StorageGuard, with_own_storage
@@ -195,15 +196,13 @@ class Bucket:
         self.sharded_params: list[ShardedParameter] = []
         self.writes = WriteCount()
         self.versions = ParamVersions(has_secondary=secondary_shard is not None)
+        self._casts_each_gather = casts_each_gather(spec, groups.scopes)
         self._version_kept = -1  # of the last write into unsharded parameters that the shards have
         self._comms: dict[str, Communicator | None] = {}
         for role, comm in param_comms(groups, trainable=spec.trainable).items():
             full_bytes = full_numel(role, spec.layout, groups.scopes) * spec.param_dtype.itemsize
             self._comms[role] = None if comm is None else comm.for_bytes(full_bytes)
-        self._last_comm = self._comms[unshard_role(groups.scopes)]
-        self._zero_copy = plan_in_place_gather(
-            self._last_comm, spec.layout, self.unsharded.views, spec.name, coalesces=spec.coalesce_all_gather
-        )
+        self._zero_copy = plan_in_place_gather(self._comms[unshard_role(groups.scopes)], spec, self.unsharded.views)
 
     @property
     def version(self) -> int:
@@ -231,25 +230,6 @@ class Bucket:
             if list(map(_REQUIRES_GRAD, sharded_params)) != list(map(_REQUIRES_GRAD, unsharded_params)):
                 for sharded, unsharded in zip(sharded_params, unsharded_params, strict=True):
                     unsharded.requires_grad_(sharded.requires_grad)
-
-    @property
-    def casts_each_gather(self) -> bool:
-        """Whether every all-gather casts the master shard.
-
-        Then no rank keeps a copy of its shard in the compute dtype.
-        """
-        return self.param_shard is None and self.groups.scopes.params > 1
-
-    @property
-    def cast_shard_spec(self) -> tuple[int, torch.dtype]:
-        """Elements and dtype of a payload that is cast from the master shard."""
-        is_cast = self.casts_each_gather or self.placement.sync_comm is not None
-        return self.layout.shard_numel if is_cast else 0, self.spec.param_dtype
-
-    @property
-    def needs_staging(self) -> bool:
-        """Whether an all-gather of parameters needs a flat buffer."""
-        return self.versions.has_secondary or (self._last_comm is not None and self._zero_copy is None)
 
     @property
     def needs_cast(self) -> bool:
@@ -280,7 +260,7 @@ class Bucket:
         return comm.all_gather(flat, shard, self.spec.name).then(partial(self.unsharded.copy_from, flat))
 
     def _sync_in_place(self) -> None:
-        if self.param_shard is None and not (self.unsharded.is_master or self.casts_each_gather):
+        if self.param_shard is None and not (self.unsharded.is_master or self._casts_each_gather):
             self.unsharded.buffer.copy_(self.master_shard)
 
     def unshard(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:
@@ -288,7 +268,7 @@ class Bucket:
 
         Args:
             flat: [full_numel] in the compute dtype.
-            cast: [shard_numel] in the compute dtype; used where `casts_each_gather`.
+            cast: [shard_numel] in the compute dtype; used where every all-gather casts the master shard.
 
         Returns:
             The all-gather, which ends with the parameters in place; None where they are unsharded.
@@ -296,7 +276,7 @@ class Bucket:
         role = self.versions.unshard()
         is_secondary = role == "secondary_all_gather"
         comm, shard = self._comms[role], self.secondary_shard if is_secondary else self.param_shard
-        if self.casts_each_gather and not is_secondary:
+        if self._casts_each_gather and not is_secondary:
             shard = cast.copy_(self.master_shard)
         if shard is None:
             return None

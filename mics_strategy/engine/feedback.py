@@ -23,11 +23,11 @@ import torch
 
 from mics_strategy.comm.communicator import Communicator
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.residuals import residual_numel
+from mics_strategy.engine.bucket_specs import BucketSpec, residual_numels
 from mics_strategy.engine.layout import BucketLayout, ParamSlice
 from mics_strategy.engine.memory import MemoryTracker, arena
 from mics_strategy.engine.schedule import full_numel
-from mics_strategy.scopes import COLLECTIVES
+from mics_strategy.errors import LifecycleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,60 +174,40 @@ class GradFeedback:
 
 
 def make_feedback(
-    buckets: list[tuple[BucketLayout, torch.dtype]], groups: ProcessGroups, memory: MemoryTracker, device: torch.device
+    buckets: list[BucketSpec], groups: ProcessGroups, memory: MemoryTracker, device: torch.device
 ) -> list[GradFeedback]:
-    """Allocate the residuals of all buckets.
-
-    Args:
-        buckets: Layout of each trainable bucket, and the dtype of its gradients on the wire.
-        groups: Process groups, with the codecs.
-        memory: Tracker of the allocated bytes.
-        device: Device of the residuals.
+    """Allocate the residuals of all trainable buckets.
 
     Cost:
         Memory: 4 bytes for each element of the full tensor of a reduce-scatter or all-reduce of which all stages are
         quantized; where only the inter-node stage is, for each element of this rank's slice.
     """
-    places = [_places(layout, wire_dtype.itemsize, groups) for layout, wire_dtype in buckets]
-    sizes = [(place.count, torch.float32) for by_role in places for place in by_role.values()]
-    buffers = iter(arena(memory, "error feedback", sizes, device) if sizes else [])
+    numels = [residual_numels(bucket, groups.scopes) for bucket in buckets]
+    sizes = [(numel, torch.float32) for by_role in numels for numel in by_role.values()]
+    pieces = iter(arena(memory, "error feedback", sizes, device) if sizes else [])
     feedbacks = []
-    for (layout, wire_dtype), by_role in zip(buckets, places, strict=True):
-        residuals = {
-            role: Residual(values=next(buffers), start=place.start, numel=place.numel)
-            for role, place in by_role.items()
-        }
-        feedbacks.append(GradFeedback(layout, residuals, predivisor_of(wire_dtype, groups.scopes.world_size)))
+    for bucket, by_role in zip(buckets, numels, strict=True):
+        residuals = {role: _residual(role, bucket, groups, next(pieces)) for role in by_role}
+        predivisor = predivisor_of(bucket.wire_dtype, groups.scopes.world_size)
+        feedbacks.append(GradFeedback(bucket.layout, residuals, predivisor))
     return feedbacks
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Number of a residual's elements, and their place in the flat buffer."""
-
-    count: int
-    start: int
-    numel: int
-
-
-def _places(layout: BucketLayout, itemsize: int, groups: ProcessGroups) -> dict[str, _Place]:
-    """The places of one bucket's residuals, by role."""
-    comms = {
+def _residual(role: str, bucket: BucketSpec, groups: ProcessGroups, values: torch.Tensor) -> Residual:
+    """The residual of one role, with its place in the flat buffer."""
+    comm = {
         "grad_reduce_scatter": groups.grad_comm,
         "second_hop_reduce_scatter": groups.outer_grad_comm,
         "second_hop_all_reduce": groups.replica_comm,
-    }
-    places = {}
-    for role, sized in comms.items():
-        numel, inner_degree = full_numel(role, layout, groups.scopes), groups.scopes.degrees_of(role)[0]
-        comm = None if sized is None else sized.for_bytes(numel * itemsize)
-        count = 0 if comm is None else residual_numel(comm.route, COLLECTIVES[role], numel)
-        if comm is None or not count:
-            continue
-        first = comm.index // comm.route.strides[comm.route.num_quantized] * count
-        start = groups.scopes.span(1, inner_degree).index(groups.rank) * numel + first
-        places[role] = _Place(count, start, max(0, min(count, numel - first)))
-    return places
+    }[role]
+    numel, count = full_numel(role, bucket.layout, groups.scopes), values.numel()
+    if comm is None:
+        raise LifecycleError(f"A residual of {role} over one rank. This is a defect; please report it.")
+    route = comm.for_bytes(numel * bucket.wire_dtype.itemsize).route
+    first = comm.index // route.strides[route.num_quantized] * count
+    inner_degree = groups.scopes.degrees_of(role)[0]
+    start = groups.scopes.span(1, inner_degree).index(groups.rank) * numel + first
+    return Residual(values=values, start=start, numel=max(0, min(count, numel - first)))
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy.comm.work import Work
 from mics_strategy.comm.workspace import once_per_buffer
-from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging, sparse_gradients
+from mics_strategy.engine.backward_grads import BackwardGrads, sparse_gradients
 from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.bucket_specs import casts_second_hop
 from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.feedback import GradFeedback, predivisor_of
 from mics_strategy.engine.lifecycle import (
@@ -81,8 +82,8 @@ class GradBucket:
     Args:
         bucket: The bucket.
         memory: Sums and residuals.
-        wire_dtype: Dtype of gradients on the wire.
-        staging: Buffer shared with all buckets; None where each first hop borrows a flat buffer of its own. With it,
+        staging: [elements of the largest chunk of a first hop] in the wire dtype, in a buffer that all buckets use in
+            turn, in the order of a stream; None where each first hop borrows a flat buffer of its own. With it,
             gradients stay where autograd has stored them until the first hop.
 
     Attributes:
@@ -96,26 +97,21 @@ class GradBucket:
         self,
         bucket: Bucket,
         memory: GradMemory,
-        wire_dtype: torch.dtype,
-        staging: GradStaging | None = None,
+        staging: torch.Tensor | None = None,
     ) -> None:
         self.bucket = bucket
         self.accumulator = memory.accumulator
         self.result = memory.result
         self.feedback = memory.feedback
-        self.wire_dtype = wire_dtype
+        self.wire_dtype = wire_dtype = bucket.spec.wire_dtype
         self.state = AccumulatorState.NONE
         self.flags = GradFlags(len(bucket.layout.param_slices))
         self._result_cast = memory.result_cast
         groups = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
         self._divisor = groups.scopes.world_size / self._predivisor
-        is_whole = staging is None or staging.num_chunks == 1
-        self._in_place = (
-            plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype)
-            if self._predivisor == 1 and is_whole
-            else None
-        )
+        is_sent_as_stored = self._predivisor == 1 and bucket.spec.num_first_hop_chunks == 1
+        self._in_place = plan_in_place_reduce(groups.grad_comm, bucket.spec) if is_sent_as_stored else None
         self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
         self._padding_views = {
@@ -135,12 +131,7 @@ class GradBucket:
     @property
     def casts_second_hop(self) -> bool:
         """Whether the second hop sends a copy of the accumulator, in the wire dtype."""
-        return self.bucket.groups.outer_grad_comm is not None and self.wire_dtype != self.accumulator.dtype
-
-    @property
-    def second_hop_wire_bytes(self) -> int:
-        """Bytes of that copy; 0 where the accumulator itself is sent."""
-        return self.accumulator.numel() * self.wire_dtype.itemsize if self.casts_second_hop else 0
+        return casts_second_hop(self.bucket.spec, self.bucket.groups.scopes)
 
     def add(self, position: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; the caller then drops its own reference.
@@ -197,9 +188,8 @@ class GradBucket:
     @property
     def first_hop_chunks(self) -> list[tuple[int, int]]:
         """Ranges of elements of this rank's slice: the chunks of the first hop."""
-        staging = self.collected.staging
         numel = self.bucket.layout.numel_at(self.bucket.groups.scopes.grads)
-        return first_hop_chunks(numel, 1 if staging is None else staging.num_chunks)
+        return first_hop_chunks(numel, self.bucket.spec.num_first_hop_chunks)
 
     def first_hop(self) -> Iterator[Op]:
         """Ops of the first hop of the collected gradients; missing gradients are zeros."""
@@ -211,7 +201,7 @@ class GradBucket:
         self.flags.apply("add_grad", self.collected.kept)
         accumulate, _ = self._begin_reduce()
         for start, end in chunks:
-            yield partial(self._reduce_chunk, grad, staging.buffer, slice(start, end), accumulate)
+            yield partial(self._reduce_chunk, grad, staging, slice(start, end), accumulate)
         self.collected.finish_reduce()
 
     def _begin_reduce(self) -> tuple[bool, dict[int, torch.Tensor]]:
@@ -253,7 +243,7 @@ class GradBucket:
         copied: dict[int, torch.Tensor] = {}
         staging = self.collected.staging
         if staging is not None:
-            flat = staging.buffer
+            flat = staging
             copied = self._copy_to_staging(flat)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
         if staging is not None or not self.collected.is_zero:

@@ -293,8 +293,7 @@ class Sharded:
             for bucket in owned_buckets
         )
         slots = {id(unit.slot): unit.index for unit in reversed(self._units)}
-        gradients = self._engine.reducer.gradients
-        units = (unit_plan_of(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
+        units = (unit_plan_of(unit, slots[id(unit.slot)]) for unit in self._units)
         return plan_step(tuple(units), self.scopes, step_order, owned)
 
     def traffic(self) -> TrafficRows:

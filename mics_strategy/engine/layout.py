@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
 TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
@@ -247,31 +246,6 @@ class BucketLayout:
         """The pair of the piece that is shorter than the others, if there is one."""
         if num_full < self.ranks and (shape := param_slice.local_shape(num_full)).numel():
             yield table[num_full, : shape.numel()].view(shape), param_slice.narrow(full, num_full)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """Properties of a bucket that are known before anything is allocated.
-
-    Attributes:
-        name: Name of the unit, for errors.
-        layout: Layout of the parameters.
-        locations: Pairs (module, attribute) that refer to each parameter; several when it is tied.
-        master_dtype: Dtype of the master shard, which is the parameters' own.
-        param_dtype: Dtype of the computation.
-        trainable: Whether the parameters have gradient memory.
-        coalesce_all_gather: Whether to gather the parameters as several tensors in one launch.
-        coalesce_reduce_scatter: Whether to reduce the gradients as several tensors in one launch.
-    """
-
-    name: str
-    layout: BucketLayout
-    locations: tuple[tuple[tuple[nn.Module, str], ...], ...]
-    master_dtype: torch.dtype
-    param_dtype: torch.dtype
-    trainable: bool
-    coalesce_all_gather: bool = False
-    coalesce_reduce_scatter: bool = False
 
 
 def make_layout(

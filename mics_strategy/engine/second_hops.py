@@ -97,7 +97,8 @@ class SecondHops:
             return
         self._starts[gradient].append(self._num_backwards)
         buffer = self._wires.acquire(partial(self.wait, gradient))
-        wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
+        wire_bytes = gradient.accumulator.numel() * gradient.wire_dtype.itemsize if gradient.casts_second_hop else 0
+        wire = buffer[:wire_bytes].view(gradient.wire_dtype)
         self._in_flight[gradient] = self._stream.launch(
             [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce],
             gradient.finish,

@@ -18,11 +18,11 @@ from torch import nn
 from mics_strategy.engine.aliases import Alias
 from mics_strategy.engine.autograd import UnshardedParameter, check_not_traced
 from mics_strategy.engine.bucket import Bucket
-from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.bucket_specs import bucket_plan, cast_piece, needs_flat_gather
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import Slot, StagingPool, levels_of, staging_views
 from mics_strategy.engine.parameter import ShardedParameter
-from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
+from mics_strategy.engine.plan import ROOT_NAME, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.engine.tensor_memory import TensorMemory
@@ -332,12 +332,12 @@ class _StagingViews:
     """Views of the staging buffers that a unit borrows for an all-gather."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        self.needs_flat = any(bucket.needs_staging for bucket in buckets)
+        self.needs_flat = any(needs_flat_gather(bucket.spec, bucket.groups.scopes) for bucket in buckets)
         self._buckets = buckets
         sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets]
         self._flats = staging_views(sizes)
         self._flat_of_bucket = [staging_views([size]) for size in sizes]
-        self._casts = staging_views([bucket.cast_shard_spec for bucket in buckets])
+        self._casts = staging_views([cast_piece(bucket.spec, bucket.groups.scopes) for bucket in buckets])
 
     def acquire(
         self, resources: GatherResources, on_reuse: Callable[[], None]
@@ -356,29 +356,14 @@ def _nothing_to_finish() -> None:
     """An all-gather into a flat buffer is behind the previous one on their stream."""
 
 
-def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> UnitPlan:
-    """The properties of a unit that the plan of a step depends on.
+def unit_plan_of(unit: Unit, slot: int) -> UnitPlan:
+    """The properties of a unit that the plan of a step depends on; frozen parameters have no gradients now.
 
     Args:
-        unit: The unit; frozen parameters have no gradients now.
-        gradients: Gradients of its trainable buckets.
+        unit: The unit.
         slot: Index of the first unit that is bound to its slot.
     """
-    gradient_of = {gradient.bucket: gradient for gradient in gradients}
-    buckets = []
-    for bucket in unit.buckets:
-        gradient = gradient_of.get(bucket)
-        buckets.append(
-            BucketPlan(
-                layout=bucket.layout,
-                param_dtype=bucket.spec.param_dtype,
-                wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
-                sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
-                trainable=bucket.spec.trainable,
-                has_gradients=bucket.num_requiring_grad > 0,
-                num_first_hop_chunks=1 if gradient is None else len(gradient.first_hop_chunks),
-            )
-        )
+    buckets = (bucket_plan(bucket.spec, has_gradients=bucket.num_requiring_grad > 0) for bucket in unit.buckets)
     return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))
 
 

@@ -17,32 +17,31 @@ import torch
 
 from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator, RowViews
 from mics_strategy.comm.work import Work
-from mics_strategy.engine.layout import BucketLayout, BucketSpec
+from mics_strategy.engine.bucket_specs import BucketSpec, can_reduce_in_place
+from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 
 InPlaceGather = Callable[[torch.Tensor], Work]  # all-gathers a shard into the unsharded parameters
 
 
 def plan_in_place_gather(
-    comm: AnyCommunicator | None, layout: BucketLayout, params: list[torch.Tensor], label: str, *, coalesces: bool
+    comm: AnyCommunicator | None, spec: BucketSpec, params: list[torch.Tensor]
 ) -> InPlaceGather | None:
     """All-gather of a shard into the parameters; None where they take the flat buffer.
 
     Args:
         comm: Communicator of the all-gather; None where nothing is sent.
-        layout: Layout of the bucket.
+        spec: The bucket.
         params: Unsharded parameters, contiguous.
-        label: Label of the bucket in errors.
-        coalesces: Whether to send the parameters as several tensors in one launch, where that is possible.
     """
     if comm is None or not params:
         return None
-    flat_params = [param.view(-1) for param in params]
+    layout, flat_params = spec.layout, [param.view(-1) for param in params]
     if layout.is_one_parameter:
         route_comm = comm.for_bytes(layout.full_numel * params[0].itemsize)
-        return partial(route_comm.all_gather, flat_params[0], label=label)
-    coalesced = coalesced_comm_for(comm, layout, params[0].itemsize) if coalesces else None
-    return None if coalesced is None else coalesced_gather(coalesced, layout, flat_params, label)
+        return partial(route_comm.all_gather, flat_params[0], label=spec.name)
+    coalesced = coalesced_comm_for(comm, layout, params[0].itemsize) if spec.coalesce_all_gather else None
+    return None if coalesced is None else coalesced_gather(coalesced, layout, flat_params, spec.name)
 
 
 def coalesced_comm_for(comm: AnyCommunicator, layout: BucketLayout, itemsize: int) -> CoalescedCommunicator | None:
@@ -69,18 +68,11 @@ def coalesced_gather(
     return lambda shard: coalesced.all_gather(flat_params, shard, rows, label)
 
 
-def can_reduce_in_place(spec: BucketSpec, wire_dtype: torch.dtype) -> bool:
-    """Whether gradients can be sent as autograd stores them: in the parameters' dtype."""
-    return spec.trainable and spec.param_dtype == wire_dtype
-
-
-def plan_in_place_reduce(
-    comm: AnyCommunicator | None, spec: BucketSpec, wire_dtype: torch.dtype
-) -> CoalescedGrads | None:
+def plan_in_place_reduce(comm: AnyCommunicator | None, spec: BucketSpec) -> CoalescedGrads | None:
     """The in-place gradients of a bucket; None where they take the flat buffer."""
-    if comm is None or not can_reduce_in_place(spec, wire_dtype):
+    if comm is None or not can_reduce_in_place(spec):
         return None
-    layout = spec.layout
+    layout, wire_dtype = spec.layout, spec.wire_dtype
     coalesced = coalesced_comm_for(comm, layout, wire_dtype.itemsize) if spec.coalesce_reduce_scatter else None
     return None if coalesced is None else CoalescedGrads(coalesced, layout, wire_dtype)
 

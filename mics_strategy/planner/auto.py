@@ -21,9 +21,9 @@ import torch
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
-from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, Overheads, RankMemory, rank_memory
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
@@ -36,7 +36,6 @@ from mics_strategy.planner.space import (
     preset_of,
     scoped_configs,
 )
-from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.text_table import text_table
 from mics_strategy.topology import Topology
@@ -213,8 +212,8 @@ def comm_seconds(scoped: ScopedConfig, job: AutoJob, *, num_micro_steps: int, ti
     Every unit is gathered for the forward and for the backward. The last ones of a forward stay in their slots, which
     is not counted.
     """
-    buffers = EngineBuffers(job.model, scoped.config, scoped.scopes, _MASTER_DTYPE)
-    buckets = bucket_plans(buffers, scoped.config, scoped.scopes)
+    buffers = engine_memory(job.model, scoped.config, scoped.scopes, _MASTER_DTYPE)
+    buckets = buffers.bucket_plans()
     counts_of_units = bucket_counts([unit.kind for unit in job.model.units], buckets)
     num_gathers = 2 * num_micro_steps
     num_first = 1 if scoped.scopes.has_secondary else num_gathers

@@ -1,8 +1,8 @@
 """Memory of one rank, by purpose, from a description of its model.
 
-The engine allocates all its memory before training, by rules of layout and schedule. Here the same rules are applied to
-a description of the model, without modules, tensors or groups, so that a planner can ask thousands of times. A test
-compares the result with the engine's own count (`estimate`), purpose by purpose.
+The engine allocates all its memory before training, as its `MemoryPlan` says, which needs no modules, tensors or
+groups, so that a planner can ask thousands of times. Here come what the engine does not allocate: activations, states
+of the optimizer, and what stands outside torch's allocator.
 
 Activations grow linearly with the micro-batch. With recomputation the inputs of all layers are kept, and one layer's
 activations at a time; embeddings and head are not recomputed.
@@ -20,8 +20,9 @@ import torch
 
 from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.memory_plan import MemoryPlan
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.buffers import EngineBuffers
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.model import ModelDescription, UnitModel
 from mics_strategy.scopes import Scopes
 
@@ -125,12 +126,12 @@ def rank_memory(
         overheads: Memory outside torch's allocator; by default that of a GPU.
     """
     states = states or StateFormat()
-    buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
+    buffers = engine_memory(model, config, scopes, states.parameter_dtype)
     return rank_memories(buffers, [activation_bytes(model.units, batch)], states, overheads)[0]
 
 
 def rank_memories(
-    buffers: EngineBuffers,
+    buffers: MemoryPlan,
     activations_by_batch: Iterable[dict[str, int]],
     states: StateFormat,
     overheads: Overheads | None = None,

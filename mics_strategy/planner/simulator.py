@@ -21,11 +21,11 @@ from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective,
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cluster import Cluster, Device
 from mics_strategy.planner.comm_time import CommTime
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.event_queue import Slowdown, Times, run
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model import UnitModel
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
-from mics_strategy.planner.unit_plans import unit_plans
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import COLLECTIVES, Scopes
 from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row, Timeline
@@ -78,7 +78,7 @@ class Job:
 
     def plan(self, num_micro_steps: int) -> Plan:
         """Every collective of a step."""
-        units = unit_plans(self.workload.model, self.config, self.scopes, self.workload.master)
+        units = engine_memory(self.workload.model, self.config, self.scopes, self.workload.master).unit_plans()
         return plan_step(units, self.scopes, self.order(num_micro_steps))
 
 

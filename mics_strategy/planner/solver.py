@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.errors import NoFeasiblePlan
-from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
@@ -42,7 +42,6 @@ from mics_strategy.planner.space import (
     scoped_configs,
     topology_of,
 )
-from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
 
@@ -256,9 +255,9 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
     base = space.base.replace(param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype)
     points = []
     for scoped in scoped_configs(dataclasses.replace(space, base=base), cluster):
-        buffers = EngineBuffers(workload.model, scoped.config, scoped.scopes, workload.master)
+        buffers = engine_memory(workload.model, scoped.config, scoped.scopes, workload.master)
         memories = rank_memories(buffers, activations.values(), workload.states, overheads_of(cluster))
-        links = bounds.of_links(scoped.scopes, bucket_plans(buffers, scoped.config, scoped.scopes))
+        links = bounds.of_links(scoped.scopes, buffers.bucket_plans())
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
                 workload=workload,

@@ -8,7 +8,6 @@ are cached for later jobs.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import socket
 import statistics
@@ -27,11 +26,10 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.bucket import param_comms
-from mics_strategy.engine.layout import BucketLayout, BucketSpec
-from mics_strategy.engine.schedule import unshard_role
+from mics_strategy.engine.bucket_specs import NOTHING_TO_COALESCE, BucketSpec, coalescible_roles, with_coalescing
+from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.zero_copy import (
     CoalescedGrads,
-    can_reduce_in_place,
     coalesced_comm_for,
     coalesced_gather,
 )
@@ -95,8 +93,8 @@ class Measurement:
 
 
 def choose_coalescing(
-    specs: list[list[BucketSpec]], config: ShardConfig, groups: ProcessGroups, device: torch.device
-) -> list[list[BucketSpec]]:
+    specs: list[tuple[BucketSpec, ...]], config: ShardConfig, groups: ProcessGroups, device: torch.device
+) -> list[tuple[BucketSpec, ...]]:
     """Return the buckets with their choice of coalesced collectives.
 
     Collective where anything is measured.
@@ -110,51 +108,32 @@ def choose_coalescing(
     Raises:
         ConfigError: On every rank: `coalesce=True`, but no bucket can be coalesced.
     """
-    by_spec = {id(spec): _candidates(spec, config, groups) for unit_specs in specs for spec in unit_specs}
+    by_spec = {id(spec): _candidates(spec, groups) for unit_specs in specs for spec in unit_specs}
     candidates = {candidate.text: candidate for of_spec in by_spec.values() for candidate in of_spec}
     if config.coalesce is True and not candidates:
-        raise ConfigError(
-            "`coalesce=True`: no unit of this model can use coalesced collectives. They require a backend other than "
-            "gloo, parameters or gradients that are sharded and not quantized, and first dimensions that are multiples "
-            "of the ranks of `optimizer`. Use 'auto'."
-        )
+        raise ConfigError(NOTHING_TO_COALESCE)
     if config.coalesce == "auto":
         faster = _benchmarked(candidates, groups, device)
     else:
         faster = set(candidates) if config.coalesce else set()
 
     def with_choice(spec: BucketSpec) -> BucketSpec:
-        roles = {candidate.role for candidate in by_spec[id(spec)] if candidate.text in faster}
-        return dataclasses.replace(
-            spec,
-            coalesce_all_gather=bool(roles - {REDUCE_SCATTER}),
-            coalesce_reduce_scatter=REDUCE_SCATTER in roles,
-        )
+        return with_coalescing(spec, {one.role for one in by_spec[id(spec)] if one.text in faster})
 
-    return [[with_choice(spec) for spec in unit_specs] for unit_specs in specs]
+    return [tuple(map(with_choice, unit_specs)) for unit_specs in specs]
 
 
-def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) -> list[Candidate]:
-    """The collectives of a bucket that can be coalesced."""
+def _candidates(spec: BucketSpec, groups: ProcessGroups) -> list[Candidate]:
+    """The collectives of a bucket that can be coalesced on this backend."""
+    comms = {**param_comms(groups, trainable=spec.trainable), REDUCE_SCATTER: groups.grad_comm}
     candidates = []
-    gather_comm, gather_role = _all_gather_candidate(spec, groups)
-    wire_dtype = config.wire_dtype_of(spec.master_dtype)
-    grad_comm = groups.grad_comm if can_reduce_in_place(spec, wire_dtype) else None
-    for comm, role, dtype in (
-        (gather_comm, gather_role, spec.param_dtype),
-        (grad_comm, REDUCE_SCATTER, wire_dtype),
-    ):
+    for role in coalescible_roles(spec, groups.scopes):
+        comm, dtype = comms[role], spec.wire_dtype if role == REDUCE_SCATTER else spec.param_dtype
         coalesced = coalesced_comm_for(comm, spec.layout, dtype.itemsize) if comm is not None else None
         if coalesced is not None:
             stages = coalesced.num_stages
             candidates.append(Candidate(role=role, layout=spec.layout, dtype=dtype, num_stages=stages))
     return candidates
-
-
-def _all_gather_candidate(spec: BucketSpec, groups: ProcessGroups) -> tuple[AnyCommunicator | None, str]:
-    """The communicator that gathers straight into the parameters, and its role."""
-    role = unshard_role(groups.scopes)
-    return param_comms(groups, trainable=spec.trainable)[role], role
 
 
 def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device: torch.device) -> set[str]:

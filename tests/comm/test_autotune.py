@@ -19,7 +19,7 @@ from mics_strategy.comm.communicator import SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.route import NEVER, TunableCollective
-from mics_strategy.planner.communicators import comm_layout
+from mics_strategy.comm.scratch import comm_layout
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
 from mics_strategy.tuning.autotune import TuningResult, report

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket import UnshardedParams
-from mics_strategy.engine.layout import BucketSpec, make_layout
+from mics_strategy.engine.bucket_specs import BucketRules, ParamSpec, make_buckets
 from tests.cuda_harness.counting import chains, table, totals
 from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row, columns_of, fsdp2, log_of
 from tests.cuda_harness.runs import DEPTH, config_of, one_of_many, start
@@ -177,11 +178,11 @@ def test_a_copy_inside_nodes_is_gathered_by_one_call() -> None:
 def test_parameters_are_copied_out_in_one_launch_where_parts_are_equal(
     shapes: list[tuple[int, ...]], kernels: list[str]
 ) -> None:
-    layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 8)
-    dtype = torch.float32
-    spec = BucketSpec(
-        name="unit", layout=layout, locations=((),), master_dtype=dtype, param_dtype=dtype, trainable=False
-    )
+    config = ShardConfig.preset("mics")
+    params = [ParamSpec.of(str(s), torch.Size(s), torch.float32, config, trainable=False) for s in shapes]
+    rules = BucketRules(degrees=(8, 8), block_numels=(1, 1), chunks_first_hops=False)
+    (spec,) = make_buckets(params, rules)
+    layout = spec.layout
     flat = torch.randn(layout.full_numel)
     expected = UnshardedParams(spec, torch.zeros(layout.unpadded_numel))
     expected.copy_from(flat)

@@ -26,13 +26,13 @@ from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.comm_time import CommTime
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, Overheads, activation_bytes, rank_memory
 from mics_strategy.planner.model import ModelDescription, ParameterShape
 from mics_strategy.planner.role_times import RoleTimes
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import solve
 from mics_strategy.planner.space import ScopedConfig, Space, topology_of
-from mics_strategy.planner.unit_plans import unit_plans
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import resolve_scopes
 from mics_strategy.topology import Topology
@@ -77,7 +77,7 @@ def degrees(config: ShardConfig) -> tuple[Any, ...]:
 
 def planned_seconds(scoped: ScopedConfig, model: ModelDescription, cluster: Cluster, num_micro_steps: int) -> float:
     """Seconds of all collectives in the plan of a step in which units displace one another."""
-    units = unit_plans(model, scoped.config, scoped.scopes, torch.float32)
+    units = engine_memory(model, scoped.config, scoped.scopes, torch.float32).unit_plans()
     displacing = tuple(dataclasses.replace(unit, slot=0) for unit in units)
     order = tuple(range(len(units)))
     shape = StepOrder(

@@ -10,8 +10,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.estimate import MemoryEstimate, estimate_memory
-from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.catalog import describe_model, model_shape
+from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
@@ -19,6 +19,7 @@ from mics_strategy.planner.model_trace import TraceInput, token_loss, trace_mode
 from mics_strategy.scopes import resolve_scopes
 from recipes.models.build import build_model
 from recipes.models.config import ModelConfig
+from tests.engine import meta_engine
 from tests.planner.test_model import TOKENS, build, shape, traced
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -59,7 +60,7 @@ MODELS = {
 def check_agreement(
     model: ModelDescription, config: ShardConfig, expected: MemoryEstimate, states: StateFormat | None = None
 ) -> None:
-    """Every purpose has the bytes of the real engine, built on the meta device; nothing is left out."""
+    """A described model has the bytes of the module, purpose by purpose; nothing is left out."""
     states = states or StateFormat(optimizer_bytes=8)
     found = dict(rank_memory(model, config, expected.scopes, MicroBatch(), states).by_kind)
     rest = ("activations of layers", "activations outside layers", "temporary activations", "fragmentation", "context")
@@ -90,6 +91,15 @@ def describe_config(config: ShardConfig) -> str:
 def test_memory_is_that_of_the_real_engine(name: str, config: ShardConfig) -> None:
     expected = estimate_memory(build(MODELS[name], torch.float32), config, num_nodes=4, ranks_per_node=8)
     check_agreement(describe(MODELS[name], TOKENS), config, expected)
+    check_engine(build(MODELS[name], torch.float32), config, expected)
+
+
+def check_engine(model: nn.Module, config: ShardConfig, expected: MemoryEstimate) -> None:
+    """The engine, built on the meta device, allocates what was estimated, and its step has the same plan."""
+    allocated, num_communicators, unit_plans = meta_engine.allocate(model, config, num_nodes=4, ranks_per_node=8)
+    estimated = {purpose: num_bytes for purpose, num_bytes in expected.bytes_by_purpose.items() if num_bytes}
+    assert {purpose: num_bytes for purpose, num_bytes in allocated.items() if num_bytes} == estimated
+    assert (num_communicators, unit_plans) == (expected.num_communicators, expected.unit_plans)
 
 
 @pytest.mark.wide(every=3)
@@ -98,6 +108,7 @@ def test_memory_is_that_of_the_real_engine(name: str, config: ShardConfig) -> No
 def test_memory_of_llama_7b_is_that_of_the_real_engine(config: ShardConfig) -> None:
     expected = estimate_memory(large_model("llama-7b", 4096), config, num_nodes=4, ranks_per_node=8)
     check_agreement(describe_model("llama-7b", 4096), config, expected)
+    check_engine(large_model("llama-7b", 4096), config, expected)
 
 
 @pytest.mark.parametrize("config", FAST[:4], ids=describe_config)
@@ -110,6 +121,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states(config: ShardConfig) 
     expected = estimate_memory(model, config, num_nodes=4, ranks_per_node=8)
     assert 0 < expected.num_trained < description.numel / 100
     check_agreement(description, config, expected)
+    check_engine(model, config, expected)
 
 
 def test_parameters_in_bf16_have_cast_gradients() -> None:
@@ -164,7 +176,7 @@ def real_model(numbers: TransformerShape, *, recomputes: bool = False) -> nn.Mod
 
 def planned(config: ShardConfig) -> dict[str, int]:
     scopes = resolve_scopes(config, Topology(ranks_per_node=2), 4)
-    return EngineBuffers(describe(SMALL, TOKENS), config, scopes, torch.float32).bytes_by_purpose()
+    return engine_memory(describe(SMALL, TOKENS), config, scopes, torch.float32).bytes_by_purpose()
 
 
 @pytest.mark.wide(every=2)
