@@ -113,6 +113,10 @@ class ShardConfig:
             kept in fp32, but NCCL adds in this dtype. bf16 rounds at every rank. fp16 would overflow, so gradients in
             fp16 are divided by about the square root of the number of ranks before they are summed, and by the rest
             afterwards.
+        grad_accum_dtype: Dtype in which a rank adds the gradients of its micro-steps where `grads` has fewer ranks than
+            `optimizer`, as in `zero1`: ``"auto"`` (fp32) or ``"bfloat16"``, which halves their memory and rounds after
+            every micro-step. The sums over ranks that the optimizer reads stay in fp32. Refused where both scopes
+            agree, whose sums are the optimizer's own, and with a quantized first hop.
         optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` assigns each tensor that an optimizer must
             update as a whole (Muon, Adafactor, ...) to one rank of the optimizer scope; other tensors are sharded by
             rows.
@@ -162,6 +166,7 @@ class ShardConfig:
     training_steps: int | str = "unknown"
     param_dtype: str | torch.dtype = "auto"
     reduce_dtype: str | torch.dtype = "auto"
+    grad_accum_dtype: str | torch.dtype = "auto"
     optimizer_layout: str = "rows"
     update_locality: str = "auto"
     second_hop: str = "boundary"
@@ -201,8 +206,12 @@ class ShardConfig:
             raise ConfigError(
                 f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8)."
             )
-        for name in ("param_dtype", "reduce_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "grad_accum_dtype"):
             object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
+        if self.grad_accum_dtype not in ("auto", torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"`grad_accum_dtype={self.grad_accum_dtype}` is no dtype of sums. Use 'auto', 'float32' or 'bfloat16'."
+            )
         object.__setattr__(self, "overlap", _as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
@@ -244,6 +253,16 @@ class ShardConfig:
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype on the wire of the gradient of a parameter of `dtype`."""
         return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else sum_dtype_of(dtype)
+
+    def accum_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of micro-steps are added, of a parameter of `dtype`."""
+        total = sum_dtype_of(dtype)
+        return torch.bfloat16 if self.rounds_sums and total is torch.float32 else total
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether gradients of micro-steps are added in 16 bits."""
+        return self.grad_accum_dtype is torch.bfloat16
 
     @property
     def grad_codec_steps(self) -> int | None:

@@ -64,6 +64,7 @@ _FIELDS = {  # options of the command by field of `ShardConfig`
     "prefetch": "prefetch",
     "param_dtype": "param_dtype",
     "reduce_dtype": "reduce_dtype",
+    "grad_accum_dtype": "grad_accum_dtype",
 }
 
 
@@ -90,6 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefetch", type=int, default=None, help="units gathered ahead; default: 1")
     parser.add_argument("--param-dtype", choices=_DTYPES, default=None, help="dtype of the computation")
     parser.add_argument("--reduce-dtype", choices=_DTYPES, default=None, help="dtype of gradients on the wire")
+    parser.add_argument("--grad-accum-dtype", choices=_DTYPES, default=None, help="dtype of sums of micro-steps")
     parser.add_argument("--units", default=None, help="layer classes, comma-separated; default: detected")
     parser.add_argument("--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: 8")
     parser.add_argument("--micro-batch", type=int, default=None, help="samples of a micro-batch; adds activations")

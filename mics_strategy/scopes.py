@@ -290,6 +290,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     )
     _check_differences(config, scopes)
     _check_codecs(config, scopes)
+    _check_accumulation(config, scopes)
     return scopes
 
 
@@ -359,6 +360,23 @@ def _check_differences(config: ShardConfig, scopes: Scopes) -> None:
     else:
         return
     raise ConfigError(f"`weight_codec` encodes differences of the parameters, but {problem}, or differences=False.")
+
+
+def _check_accumulation(config: ShardConfig, scopes: Scopes) -> None:
+    """Raise for sums in 16 bits that have no memory of their own, or are decoded from a codec."""
+    if not config.rounds_sums:
+        return
+    asked = "`grad_accum_dtype='bfloat16'` is for sums of micro-steps"
+    if scopes.grads == scopes.optimizer:
+        raise ConfigError(
+            f"{asked}, and here `grads` and `optimizer` have one scope: the sums are the gradients that the optimizer "
+            "reads. Use 'auto', or `grads` over fewer ranks than `optimizer`."
+        )
+    if scopes.is_quantized("grad_reduce_scatter"):
+        raise ConfigError(
+            f"{asked}, and `grad_codec={config.grad_codec!r}` adds decoded gradients in fp32. Use 'auto', or "
+            "grad_codec_hops='second'."
+        )
 
 
 def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:

@@ -41,7 +41,8 @@ class BucketSpec:
         master_dtype: Dtype of the master shard, which is the parameters' own.
         param_dtype: Dtype of the computation.
         wire_dtype: Dtype of gradients on the wire; of frozen parameters `param_dtype`.
-        sum_dtype: Dtype in which gradients are added; of frozen parameters `param_dtype`.
+        accum_dtype: Dtype in which gradients of micro-steps are added; of frozen parameters `param_dtype`.
+        sum_dtype: Dtype of the sums over all ranks; of frozen parameters `param_dtype`.
         trainable: Whether the parameters have gradient memory.
         num_first_hop_chunks: Reduce-scatters of the first hop.
         coalesce_all_gather: Whether to gather the parameters as several tensors in one launch.
@@ -54,6 +55,7 @@ class BucketSpec:
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     wire_dtype: torch.dtype
+    accum_dtype: torch.dtype
     sum_dtype: torch.dtype
     trainable: bool
     num_first_hop_chunks: int = 1
@@ -75,19 +77,21 @@ class ParamSpec:
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     wire_dtype: torch.dtype
+    accum_dtype: torch.dtype
     trainable: bool
     locations: tuple[tuple[nn.Module, str], ...] = ()
 
     @classmethod
     def of(cls, name: str, shape: torch.Size, dtype: torch.dtype, config: ShardConfig, *, trainable: bool) -> ParamSpec:
         """A parameter of `dtype`."""
-        param, wire = config.param_dtype_of(dtype), config.wire_dtype_of(dtype)
+        param = config.param_dtype_of(dtype)
         return cls(
             name=name,
             shape=shape,
             master_dtype=dtype,
             param_dtype=param,
-            wire_dtype=wire if trainable else param,
+            wire_dtype=config.wire_dtype_of(dtype) if trainable else param,
+            accum_dtype=config.accum_dtype_of(dtype) if trainable else param,
             trainable=trainable,
         )
 
@@ -152,6 +156,7 @@ def make_buckets(parameters: Iterable[ParamSpec], rules: BucketRules, unit: str 
                 master_dtype=first.master_dtype,
                 param_dtype=first.param_dtype,
                 wire_dtype=first.wire_dtype,
+                accum_dtype=first.accum_dtype,
                 sum_dtype=sum_dtype_of(first.master_dtype) if first.trainable else first.param_dtype,
                 trainable=first.trainable,
                 num_first_hop_chunks=num_first_hop_chunks(layout, param_bytes) if is_chunked else 1,
@@ -186,7 +191,7 @@ def needs_flat_gather(bucket: BucketSpec, scopes: Scopes) -> bool:
 
 def casts_second_hop(bucket: BucketSpec, scopes: Scopes) -> bool:
     """Whether the second hop reduce-scatters a copy of the sums, in the wire dtype."""
-    return scopes.optimizer > scopes.grads and bucket.wire_dtype != bucket.sum_dtype
+    return scopes.optimizer > scopes.grads and bucket.wire_dtype != bucket.accum_dtype
 
 
 def coalescible_roles(bucket: BucketSpec, scopes: Scopes) -> list[str]:
@@ -238,9 +243,10 @@ def collectives_of(bucket: BucketSpec, scopes: Scopes) -> Iterator[CollectiveSha
         return
     wire, total = bucket.wire_dtype, bucket.sum_dtype
     first = first_hop_numel(layout, scopes.grads, bucket.num_first_hop_chunks)
-    yield CollectiveShape(role="grad_reduce_scatter", numel=first, wire=wire, dtype=total)
+    scatter = CollectiveShape(role="grad_reduce_scatter", numel=first, wire=wire, dtype=bucket.accum_dtype)
+    yield scatter
     if bucket.coalesce_reduce_scatter and bucket.num_first_hop_chunks == 1:
-        yield CollectiveShape(role="grad_reduce_scatter", numel=first, wire=wire, dtype=total, is_coalesced=True)
+        yield dataclasses.replace(scatter, is_coalesced=True)
     for role in REDUCTIONS[1:]:
         yield CollectiveShape(role=role, numel=full_numel(role, layout, scopes), wire=wire, dtype=total)
 

@@ -63,8 +63,8 @@ class GradMemory:
     """Memory of one bucket's gradient, which lives as long as the model.
 
     Attributes:
-        accumulator: [numel_at(gradient scope)], fp32 or wider.
-        result: [shard_numel], same dtype: the gradient that the optimizer reads; the accumulator itself when both
+        accumulator: [numel_at(gradient scope)], fp32 or wider, or bf16 where that was chosen.
+        result: [shard_numel], fp32 or wider: the gradient that the optimizer reads; the accumulator itself when both
             scopes agree.
         result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
         feedback: Residuals of error feedback.

@@ -161,7 +161,7 @@ class MemoryPlan:
             case "unsharded parameters" if scopes.params == 1 and (layout.ranks > 1 or param != master):
                 return layout.unpadded_numel, param
             case "gradients" if bucket.trainable:
-                return layout.numel_at(scopes.grads), bucket.sum_dtype
+                return layout.numel_at(scopes.grads), bucket.accum_dtype
             case "reduced gradients" if bucket.trainable and scopes.grads != scopes.optimizer:
                 return layout.shard_numel, bucket.sum_dtype
             case "cast gradients" if bucket.trainable and bucket.sum_dtype != master:

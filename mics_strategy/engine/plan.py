@@ -57,7 +57,7 @@ class BucketPlan:
         layout: Layout of its parameters.
         param_dtype: Dtype of all-gathers.
         wire_dtype: Dtype of gradients on the wire.
-        sum_dtype: Dtype in which gradients are accumulated.
+        sum_dtype: Dtype of the sums over all ranks.
         trainable: Whether it has gradient memory.
         has_gradients: Whether any of its parameters requires a gradient now.
         num_first_hop_chunks: Reduce-scatters of its first hop.
