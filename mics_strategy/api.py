@@ -30,6 +30,7 @@ from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
 from mics_strategy.engine.setup.materialize import Initializer
@@ -37,6 +38,7 @@ from mics_strategy.engine.setup.resolve import node_name, resolve_topology, targ
 from mics_strategy.engine.state_dict import load_full_values
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
+from mics_strategy.outer.target import OuterTarget, outer_of
 from mics_strategy.scopes import Scopes, unused_codecs
 from mics_strategy.tuning.autotune import autotune, report
 from mics_strategy.tuning.coalesce import choose_coalescing
@@ -188,7 +190,7 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 def _make_groups(scopes: Scopes, device: torch.device, seed: int) -> ProcessGroups:
     """Make the process groups of this job, after tuning. Rank 0 prints the results."""
-    resources = CommResources(scopes.world_size, device)
+    resources = CommResources(scopes.job_size, device)
     results = autotune(scopes, resources)
     tuning_report = report(results)
     if resources.rank == 0 and tuning_report:
@@ -209,10 +211,11 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     )
     add_sharded_parameters(built_units, modules, context)
     engine = build_engine(built_units, plan, context)
-    sharded = Sharded(model, context, engine, modules)
+    target_class = OuterTarget if context.config.outer_every else OptimizerTarget
+    sharded = Sharded(model, context, engine, modules, target_class)
     sharded.internals.set_references()
     if context.config.broadcast_buffers:
-        sharded.buffers.synchronize()
+        sharded.buffers.synchronize_islands()
     wrap_autograd()
     guards.refuse_other_engines()
     guards.block_conversions(unit.module for unit in built_units)
@@ -226,6 +229,8 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)
     if context.device.type == "cuda":
         context.groups.resources.connect()
+    if (outer := outer_of(sharded)) is not None:
+        outer.follow(sharded)
     context.groups.traffic_log.drain()
     return sharded
 

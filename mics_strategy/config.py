@@ -8,7 +8,6 @@ is sharded; the other fields configure the collectives between those scopes. Not
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,13 +15,21 @@ from typing import Any, ClassVar
 import torch
 
 from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.config_checks import (
+    Scope,
+    as_codec,
+    as_dtype,
+    as_overlap,
+    check_auto,
+    check_choice,
+    check_codecs,
+    check_hierarchical,
+    check_scope,
+)
 from mics_strategy.errors import ConfigError, nearest
+from mics_strategy.islands import check_outer
 from mics_strategy.topology import Switches, Topology, topology_of
 
-Scope = str | int
-OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
-
-_LARGEST_COMMON = 8192  # largest allowed common multiple of both codecs' blocks, in values
 _CHOSEN_TOGETHER = ("params", "grads", "optimizer")
 _LETTER_SCOPES = {"n": "replicate", "i": "partition", "g": "world"}
 _PRESET_LETTERS = {
@@ -142,6 +149,12 @@ class ShardConfig:
             stay bitwise the same. ``"none"``: tensors raise an error in such reads, and nothing else does.
         world_size: Number of ranks that the scopes were planned for; a job of another size is refused. ``"any"``: no
             job is refused.
+        outer_every: Optimizer steps that the ranks of each node, or of each leaf switch where `topology` states them,
+            take without the others: an *island*. After so many steps all islands take an outer step, in which they
+            exchange what their parameters have changed by. 0: never; all ranks synchronize gradients in every step.
+            This changes the algorithm of the training. Every scope must fit into an island.
+        outer_lr: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, 0 to 1.
 
     Raises:
         ConfigError: An unknown value, or a value that is not available.
@@ -176,30 +189,33 @@ class ShardConfig:
     replica_check: str | int = "start"
     check: str = "none"
     world_size: str | int = "any"
+    outer_every: int = 0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
     def __post_init__(self) -> None:
-        _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
+        check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
         for name in _CHOSEN_TOGETHER:
             if getattr(self, name) == "none":
                 object.__setattr__(self, name, "replicate")
-            _check_scope(name, getattr(self, name), words=("replicate", "partition", "world", "auto"))
-        _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world", "auto"))
-        _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
+            check_scope(name, getattr(self, name), words=("replicate", "partition", "world", "auto"))
+        check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world", "auto"))
+        check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
         self._check_hints()
-        _check_hierarchical(self.hierarchical)
+        check_hierarchical(self.hierarchical)
         if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
         for name in ("weight_codec", "grad_codec"):
-            object.__setattr__(self, name, _as_codec(name, getattr(self, name)))
-        _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
-        _check_choice("codec_links", self.codec_links, ("slow", "all"))
-        _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
-        _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
-        _check_choice("update_locality", self.update_locality, ("auto", "element", "tensor"))
-        _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
-        _check_choice("check", self.check, ("none", "poison"))
+            object.__setattr__(self, name, as_codec(name, getattr(self, name)))
+        check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
+        check_choice("codec_links", self.codec_links, ("slow", "all"))
+        check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
+        check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
+        check_choice("update_locality", self.update_locality, ("auto", "element", "tensor"))
+        check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
+        check_choice("check", self.check, ("none", "poison"))
         if isinstance(self.topology, Mapping):
             object.__setattr__(self, "topology", topology_of(self.topology))
         elif not (isinstance(self.topology, (Topology, Switches)) or self.topology == "auto"):
@@ -207,12 +223,12 @@ class ShardConfig:
                 f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8)."
             )
         for name in ("param_dtype", "reduce_dtype", "grad_accum_dtype"):
-            object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
+            object.__setattr__(self, name, as_dtype(name, getattr(self, name)))
         if self.grad_accum_dtype not in ("auto", torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"`grad_accum_dtype={self.grad_accum_dtype}` is no dtype of sums. Use 'auto', 'float32' or 'bfloat16'."
             )
-        object.__setattr__(self, "overlap", _as_overlap(self.overlap))
+        object.__setattr__(self, "overlap", as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
         if not isinstance(self.broadcast_buffers, bool):
@@ -223,6 +239,8 @@ class ShardConfig:
         until = self.grad_codec_until
         if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0.0 <= until <= 1.0:
             raise ConfigError(f"`grad_codec_until={until!r}` is not a share of the training. Use 0.0 to 1.0.")
+        check_outer(self.outer_every, {name: getattr(self, name) for name in ("outer_lr", "outer_momentum")})
+        self._check_beside_outer()
 
     def _check_hints(self) -> None:
         """Check what ``"auto"`` scopes and partitions depend on."""
@@ -244,6 +262,19 @@ class ShardConfig:
                 f"`partition_size={self.partition_size!r}` is the size of scopes 'partition', and 'auto' scopes are "
                 "chosen with their sizes. Remove it, or use the preset 'mics'."
             )
+
+    def _check_beside_outer(self) -> None:
+        """Refuse fields that outer steps do not support."""
+        weight_codec, grad_codec = self.codec_of("weight_codec"), self.codec_of("grad_codec")
+        problem = ""
+        if self.is_auto:
+            problem = "`params='auto'` chooses scopes for gradients that all ranks synchronize. Name the scopes"
+        elif weight_codec is not None and weight_codec.differences:
+            problem = "`weight_codec` encodes differences, which an outer step would make large. Use differences=False"
+        elif grad_codec is not None and grad_codec.feedback:
+            problem = "`grad_codec` has feedback, whose residuals checkpoints of islands lack. Use feedback=False"
+        if self.outer_every and problem:
+            raise ConfigError(f"`outer_every={self.outer_every}` is set, and {problem}, or outer_every=0.")
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""
@@ -301,9 +332,9 @@ class ShardConfig:
 
     @property
     def has_auto_partition(self) -> bool:
-        """Whether `shard()` chooses the size of a partition that a scope names."""
+        """Whether `shard()` chooses the size of a partition that a scope names; with outer steps it is a node."""
         scopes = (self.params, self.grads, self.optimizer, self.secondary_params)
-        return self.partition_size == "auto" and "partition" in scopes
+        return self.partition_size == "auto" and "partition" in scopes and not self.outer_every
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ShardConfig:
@@ -373,96 +404,3 @@ def sum_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which gradients of a parameter of `dtype` are added: fp32, or wider."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4  # also fp8, which torch does not promote
     return torch.float32 if is_narrow else torch.promote_types(dtype, torch.float32)
-
-
-def _check_scope(name: str, value: object, words: tuple[str, ...]) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if not is_count and value not in words:
-        raise ConfigError(f"`{name}={value!r}` is not a scope. Use {', '.join(map(repr, words))} or a number of ranks.")
-
-
-def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
-    chosen = [name for name, scope in scopes.items() if scope != "auto"]
-    if 0 < len(chosen) < len(scopes):
-        raise ConfigError(
-            f"`{chosen[0]}={scopes[chosen[0]]!r}` is set, but other scopes are 'auto', and these are chosen together. "
-            f"Set {', '.join(scopes)} all to 'auto', or none of them."
-        )
-    if not chosen and secondary_params not in ("none", "auto"):
-        raise ConfigError(
-            f"`secondary_params={secondary_params!r}` copies shards whose scope is still to be chosen ('auto'). Name "
-            "the scopes `params`, `grads` and `optimizer`, or set `secondary_params` to 'none' or 'auto'."
-        )
-    if chosen and secondary_params == "auto":
-        raise ConfigError(
-            f"`secondary_params='auto'` is chosen with the scopes, and `{chosen[0]}={scopes[chosen[0]]!r}` is set. Use "
-            "a scope or 'none', or set all of them to 'auto'."
-        )
-
-
-def _as_codec(name: str, value: object) -> str | Codec:
-    """A codec or the name of one; a mapping, as in a YAML file, becomes a `Codec`."""
-    if isinstance(value, Mapping):
-        try:
-            return Codec.of(value)
-        except ConfigError as error:
-            raise ConfigError(f"`{name}`: {error}") from error
-    if isinstance(value, Codec):
-        return value
-    _check_choice(name, value, ("none", *Codec.NAMES))
-    return str(value)
-
-
-def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
-    block_numels = [codec.bound_numel for codec in (weight_codec, grad_codec) if codec is not None]
-    if weight_codec is not None and grad_codec is not None and math.lcm(*block_numels) > _LARGEST_COMMON:
-        raise ConfigError(
-            f"`weight_codec` has blocks of {weight_codec.block_size} values, `grad_codec` of {grad_codec.block_size}: "
-            f"every parameter starts with a block of both, and would be padded to {math.lcm(*block_numels)} values on "
-            "every rank. Use block sizes of which one divides the other."
-        )
-    if weight_codec is not None and weight_codec.rounding != "nearest":
-        raise ConfigError(
-            f"`weight_codec={weight_codec!r}` rounds at random: every all-gather would give other parameters, in the "
-            "backward others than in the forward. Use rounding='nearest'. Only `grad_codec` may be stochastic."
-        )
-    if weight_codec is not None and weight_codec.feedback:
-        raise ConfigError(
-            f"`weight_codec={weight_codec!r}` has feedback, but parameters are encoded from exact masters each time: "
-            "no loss adds up that feedback could send. Use feedback=False. Only `grad_codec` may have feedback."
-        )
-    if grad_codec is not None and grad_codec.differences:
-        raise ConfigError(
-            f"`grad_codec={grad_codec!r}` encodes differences, but gradients of two steps have nothing in common. Use "
-            "differences=False. Only `weight_codec` may encode differences."
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
-        raise ConfigError(f"`{name}={value!r}` is not available. Use {' or '.join(map(repr, choices))}.")
-
-
-def _check_hierarchical(value: object) -> None:
-    if value != "auto" and not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
-        raise ConfigError(
-            f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 'auto', or a number "
-            "such as 65536: tensors of 64 KiB or more then have several stages, smaller ones have one."
-        )
-
-
-def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
-    dtype = vars(torch).get(value) if isinstance(value, str) and value != "auto" else value
-    if dtype != "auto" and dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ConfigError(
-            f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'."
-        )
-    return dtype
-
-
-def _as_overlap(value: object) -> frozenset[str]:
-    if value in ("all", "none"):
-        return OVERLAPS if value == "all" else frozenset()
-    if isinstance(value, (set, frozenset, list, tuple)) and all(item in OVERLAPS for item in map(str, value)):
-        return frozenset(map(str, value))
-    raise ConfigError(f"`overlap={value!r}` is not known. Use 'all', 'none' or a set of {', '.join(sorted(OVERLAPS))}.")

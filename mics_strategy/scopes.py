@@ -23,6 +23,7 @@ from mics_strategy.comm.route import (
     TunableCollective,
 )
 from mics_strategy.errors import ConfigError
+from mics_strategy.islands import ranks_of_island
 from mics_strategy.topology import LINKS, Axis, Span, Topology
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ COLLECTIVES = {
     "grad_reduce_scatter": REDUCE_SCATTER,
     "second_hop_reduce_scatter": REDUCE_SCATTER,
     "second_hop_all_reduce": ALL_REDUCE,
+    "outer_all_reduce": ALL_REDUCE,
 }
-ROLES = tuple(COLLECTIVES)
+ROLES = tuple(COLLECTIVES)[:-1]  # of a step; the outer step is none of its own
 STREAMS = {  # roles by the stream, or queue, of their collectives
     "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
     "reduce": ("grad_reduce_scatter",),
-    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
+    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce", "outer_all_reduce"),
 }
 STREAM_OF = {role: stream for stream, roles in STREAMS.items() for role in roles}
 
@@ -67,7 +69,8 @@ class Codecs:
         backward other parameters than the forward had. None for all-gathers of parameters that a param sync has brought
         as differences: quantized again, they would lose what the differences keep.
         """
-        if role == "secondary_all_gather" or (role == "param_all_gather" and self.has_differences):
+        is_exact = role in ("secondary_all_gather", "outer_all_reduce")
+        if is_exact or (role == "param_all_gather" and self.has_differences):
             return None
         if role == "grad_reduce_scatter":
             return self.first_hop
@@ -82,7 +85,7 @@ class Scopes:
     one stage for each, if `is_hierarchical` and if its tensor reaches the threshold in `two_stages`.
 
     Attributes:
-        world_size: Ranks of the job.
+        world_size: Ranks that synchronize gradients in every step: those of the job, or of an island.
         ranks_per_node: Ranks of a node.
         params: Degree of the parameters between uses.
         grads: Degree to which gradients are reduced in every micro-step.
@@ -93,6 +96,7 @@ class Scopes:
         is_hierarchical: Whether collectives may have several stages.
         two_stages: Size thresholds of hierarchical collectives.
         codecs: Codecs by payload.
+        num_islands: Groups of `world_size` ranks in the job; 1 without outer steps.
     """
 
     world_size: int
@@ -105,6 +109,12 @@ class Scopes:
     is_hierarchical: bool = True
     two_stages: HierarchicalThreshold = dataclasses.field(default_factory=HierarchicalThreshold)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
+    num_islands: int = 1
+
+    @property
+    def job_size(self) -> int:
+        """Ranks of the job."""
+        return self.world_size * self.num_islands
 
     def depth(self, degree: int) -> int:
         """Number of leading axes whose sizes multiply to `degree`."""
@@ -162,6 +172,8 @@ class Scopes:
                 return self.grads, self.optimizer
             case "second_hop_all_reduce":
                 return self.optimizer, self.world_size
+            case "outer_all_reduce":
+                return self.world_size, self.job_size
         raise KeyError(role)
 
     def span_of(self, role: str) -> Span:
@@ -276,10 +288,11 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
                 f"its all-gather would reach further than that of `params`. Use {degrees['params']} ranks or fewer, "
                 "or 'none'."
             )
+    island = ranks_of_island(config.outer_every, topology, world_size, degrees)
     scopes = Scopes(
-        world_size=world_size,
+        world_size=island,
         ranks_per_node=per_node,
-        axes=_make_axes({*degrees.values(), secondary}, topology, world_size),
+        axes=_make_axes({*degrees.values(), secondary, island}, topology, world_size),
         params=degrees["params"],
         grads=degrees["grads"],
         optimizer=degrees["optimizer"],
@@ -287,6 +300,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         is_hierarchical=config.hierarchical is not False,
         two_stages=_two_stages_of(config),
         codecs=_codecs_of(config),
+        num_islands=world_size // island,
     )
     _check_differences(config, scopes)
     _check_codecs(config, scopes)
@@ -331,7 +345,7 @@ def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
 
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
     """Raise for unused codecs in a job of several nodes. On one node, a configuration for several may be tried."""
-    for name in unused_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
+    for name in unused_codecs(config, scopes) if scopes.job_size > scopes.ranks_per_node else ():
         payload = "Parameters" if name == "weight_codec" else "Gradients"
         raise ConfigError(
             f"`{name}={getattr(config, name)!r}` has nothing to encode: with these scopes, {payload.lower()} are never "

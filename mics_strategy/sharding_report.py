@@ -27,6 +27,8 @@ class ShardingReport:
         num_micro_steps: Micro-steps of the step that `sent_bytes` are of.
         sent_bytes: Bytes that this rank sends in one optimizer step, by mesh axis.
         added_bytes: Bytes that each further micro-step adds to them.
+        outer_every: Optimizer steps of each island between two outer steps; 0 for none.
+        outer_bytes: Bytes that this rank sends in an outer step.
     """
 
     requested: str
@@ -40,18 +42,20 @@ class ShardingReport:
     num_micro_steps: int
     sent_bytes: Mapping[str, int]
     added_bytes: Mapping[str, int]
+    outer_every: int = 0
+    outer_bytes: int = 0
 
     def __str__(self) -> str:
         scopes, total_bytes = self.scopes, sum(self.bytes_by_purpose.values())
         purposes = sorted(self.bytes_by_purpose.items(), key=lambda item: -item[1])
-        nodes = "1 node" if (count := scopes.world_size // scopes.ranks_per_node) == 1 else f"{count} nodes"
+        nodes = "1 node" if (count := scopes.job_size // scopes.ranks_per_node) == 1 else f"{count} nodes"
         dtypes = [
             f"{_name(stored)} parameters are gathered in {_name(gathered)}, gradients reduced in {_name(reduced)}"
             for stored, (gathered, reduced) in self.dtypes.items()
         ]
         lines = [
             f"mics_strategy, {self.requested}: parameters over {scopes.params}, gradients over {scopes.grads}, "
-            f"optimizer states over {scopes.optimizer} of {scopes.world_size} ranks ({nodes} of "
+            f"optimizer states over {scopes.optimizer} of {scopes.job_size} ranks ({nodes} of "
             f"{scopes.ranks_per_node}).",
             *([f"'auto' chose {self.chosen}"] if self.chosen else []),
             f"{self.num_parameters:,} parameters in {self.num_units} units, "
@@ -61,7 +65,13 @@ class ShardingReport:
         ]
         count = self.num_micro_steps  # 1 before the first step, however many the loop will run
         sent = f"A rank sends in a step of {count} micro-step{'s' * (count != 1)}: {_by_axis(self.sent_bytes)}"
-        return "\n".join([*lines, f"{sent}; a further micro-step adds {_by_axis(self.added_bytes)}."])
+        lines.append(f"{sent}; a further micro-step adds {_by_axis(self.added_bytes)}.")
+        if self.outer_every:
+            lines.append(
+                f"{scopes.num_islands} islands of {scopes.world_size} ranks step alone; every {self.outer_every} steps "
+                f"an outer step sends {_size(self.outer_bytes)}. This is not the algorithm of synchronous training."
+            )
+        return "\n".join(lines)
 
 
 def requested(config: ShardConfig) -> str:

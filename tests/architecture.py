@@ -23,7 +23,17 @@ HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version", "recipe_names"),
     (
-        *("config", "topology", "scopes", "timeline", "sharding_report", "text_table", "tuning.threshold"),
+        *(
+            "config",
+            "config_checks",
+            "islands",
+            "topology",
+            "scopes",
+            "timeline",
+            "sharding_report",
+            "text_table",
+            "tuning.threshold",
+        ),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units", "engine.aliases"),
         *("engine.bucket_specs", "engine.memory_plan"),
@@ -31,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("comm", "tuning.autotune"),
     ("engine",),
+    ("outer",),
     ("checkpoint", "tuning", "auto_scopes"),
     ("api", "estimate"),
     ("",),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.testbed import NotPredictable, Testbed, published_table
-from mics_strategy.config import OVERLAPS, ShardConfig
+from mics_strategy.config import ShardConfig
+from mics_strategy.config_checks import OVERLAPS
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 
 if TYPE_CHECKING:

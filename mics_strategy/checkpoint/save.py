@@ -245,6 +245,8 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
 def _make_planner(
     sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> ShardedSavePlanner:
+    if sharded.config.outer_every:
+        raise CheckpointError("`outer_every` is set: checkpoints of islands are not available. Use outer_every=0.")
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
         sharded.internals.warn_pending_gradients()
@@ -259,7 +261,7 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     scopes = sharded.scopes
     return Manifest(
         step=sharded.steps_done,
-        world_size=scopes.world_size,
+        world_size=scopes.job_size,
         scopes={"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
         package_version=package_version(),
         torch_version=str(torch.__version__),

@@ -26,12 +26,13 @@ _PAUSE_S = 0.02  # between two looks at the store
 _num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def gather_objects(value: T, caller: str = "") -> list[T]:
+def gather_objects(value: T, caller: str = "", group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value`, in rank order.
 
     Args:
         value: Object that can be pickled.
         caller: Name of the function for which it is gathered, the same on all ranks; by default, that which calls.
+        group: Ranks that take part, whose order counts; all of the job by default.
 
     Raises:
         CommunicationError: A rank died, did not take part in time, or gathers for another function.
@@ -39,13 +40,14 @@ def gather_objects(value: T, caller: str = "") -> list[T]:
     if dist.get_world_size() == 1:
         return [value]
     caller = caller or sys._getframe(1).f_code.co_qualname
-    values: list[tuple[str, T]] = [(caller, value)] * dist.get_world_size()
-    number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + 1
-    bounded, start_s, is_gloo = BoundedStore(), time.monotonic(), backend_of(dist.group.WORLD, "cpu") == "gloo"
+    values: list[tuple[str, T]] = [(caller, value)] * dist.get_world_size(group)
+    bounded, start_s = BoundedStore(), time.monotonic()
+    is_gloo = group is None and backend_of(dist.group.WORLD, "cpu") == "gloo"
+    number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + (group is None)
     if is_gloo:
         bounded.store.set(_key(dist.get_rank()), str(number))
     try:
-        dist.all_gather_object(values, (caller, value))
+        dist.all_gather_object(values, (caller, value), group)
     except (errors.MiCSError, *DEVICE_ERRORS):  # the first of a value that cannot be pickled
         raise
     except RuntimeError as error:

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -87,20 +87,20 @@ def zero_sum(value: int, index: int, size: int) -> int:
     return residue * (size - 1) if index == 0 else -residue
 
 
-def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
+def first_mismatch(fingerprints: Mapping[int, dict[str, CollectiveFingerprint]]) -> str:
     """The first collective in which two ranks of a group differ, as text.
 
     Args:
         fingerprints: Fingerprints by rank, then by name.
     """
-    counts = [by_name[STEPS].count if STEPS in by_name else 0 for by_name in fingerprints]
-    fewest, most = counts.index(min(counts)), counts.index(max(counts))
-    if fewest != most:
+    counts = {rank: by_name[STEPS].count if STEPS in by_name else 0 for rank, by_name in fingerprints.items()}
+    fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[fewest] != counts[most]:
         return (
             f"rank {fewest} has run {counts[fewest]} optimizer steps, rank {most} {counts[most]}. A rank without a "
             "loss (an empty batch) must also run a backward, of a loss that is zero: `(outputs.sum() * 0).backward()`"
         )
-    for rank, by_name in enumerate(fingerprints):
+    for rank, by_name in fingerprints.items():
         for name, fingerprint in by_name.items():
             nothing = CollectiveFingerprint(ranks=fingerprint.ranks, index=0, is_ordered=fingerprint.is_ordered)
             first = fingerprints[fingerprint.ranks[0]].get(name, nothing)

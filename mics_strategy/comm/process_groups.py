@@ -11,6 +11,7 @@ from mics_strategy import errors
 from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.desync import STEPS, CollectiveFingerprint, first_mismatch
+from mics_strategy.comm.islands import Island
 from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.workspace import Workspace
@@ -37,7 +38,8 @@ class ProcessGroups:
 
     Attributes:
         resources: Groups, threads and scratch memory of the communicators.
-        world_group: Control group of all ranks; None for one rank.
+        island: Ranks that synchronize gradients in every step: all, but with outer steps.
+        world_group: Control group of these ranks; None for one rank.
         param_comm: Communicator of the parameters' all-gathers.
         secondary_comm: Communicator of the secondary copy's all-gathers.
         grad_comm: Communicator of the gradients' reduce-scatters in a backward.
@@ -53,7 +55,8 @@ class ProcessGroups:
         self.rank = resources.rank
         self.device = resources.device
         self.traffic_log = resources.traffic_log
-        self.world_group = resources.control_group("control", scopes.span(1, scopes.world_size))
+        self.island = Island(scopes, resources)
+        self.world_group = self.island.group
         self._steps: CollectiveFingerprint | None = None
         if self.world_group is not None:
             peers = self.world_group.transport.fingerprint
@@ -159,7 +162,7 @@ class ProcessGroups:
     def record_options(self, label: str) -> None:
         """Record the options of an optimizer step, which all ranks have in common."""
         records = self.resources.call_watch.records
-        records.record(label, range(self.scopes.world_size), is_ordered=False)
+        records.record(label, self.island.ranks, is_ordered=False)
         records.moment += 1
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
@@ -211,15 +214,17 @@ class ProcessGroups:
             LifecycleError: Other ranks wait for something else.
             CommunicationError: A rank died, did not take part in time, or gathers for another purpose.
         """
-        if self.world_group is None or not self.world_group.transport.blocks_host:
+        job_group = self.island.job_group
+        if job_group is None or not job_group.transport.blocks_host:
             return gather_objects(value, purpose)
-        with self.resources.call_watch.watching(f"agreement on {purpose}", frozenset(range(self.scopes.world_size))):
+        with self.resources.call_watch.watching(f"agreement on {purpose}", frozenset(range(self.scopes.job_size))):
             return gather_objects(value, purpose)
 
     def is_in_sync(self) -> bool:
-        """Whether all ranks have submitted the same collectives in one order. Collective, on the default group."""
-        return sum(gather_objects(self.desync_digest)) % 2**32 == 0
+        """Whether all ranks have submitted the same collectives in one order. Collective."""
+        return sum(self.island.gather_objects(self.desync_digest, "digests of collectives")) % 2**32 == 0
 
     def first_mismatch(self) -> str:
-        """The first collective in which ranks differ, as text. Collective, on the default group."""
-        return first_mismatch(gather_objects(self._fingerprints))
+        """The first collective in which ranks differ, as text. Collective."""
+        by_rank = self.island.gather_objects(self._fingerprints, "fingerprints of collectives")
+        return first_mismatch(dict(zip(self.island.ranks, by_rank, strict=True)))

@@ -205,7 +205,7 @@ class CommResources:
         all-reduces by their number in the group, and every model has a thread that submits them.
         """
         if backend_of(dist.group.WORLD, self.device.type) == "gloo":
-            return role if role != "second_hop_all_reduce" else f"{role} {self.number}"
+            return f"{role} {self.number}" if role.endswith("_all_reduce") else role
         return next((family for family, roles in _FAMILIES.items() if role in roles), role)
 
     @property

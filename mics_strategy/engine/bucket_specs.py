@@ -218,6 +218,13 @@ def can_reduce_in_place(bucket: BucketSpec) -> bool:
     return bucket.trainable and bucket.param_dtype == bucket.wire_dtype
 
 
+def outer_pieces(bucket: BucketSpec) -> dict[str, Piece]:
+    """The state of outer steps of a trainable bucket, by purpose; see `outer.state`."""
+    numel, master, wide = bucket.layout.shard_numel, bucket.master_dtype, bucket.sum_dtype
+    pieces = {"outer anchors": (numel, master), "outer momentum": (numel, wide)}
+    return pieces if master == wide else {**pieces, "outer differences": (numel, wide)}
+
+
 def residual_numels(bucket: BucketSpec, scopes: Scopes) -> dict[str, int]:
     """Elements of the residuals of error feedback of a trainable bucket, by role; those without any are left out."""
     numels = {}
@@ -247,6 +254,8 @@ def collectives_of(bucket: BucketSpec, scopes: Scopes) -> Iterator[CollectiveSha
     yield scatter
     if bucket.coalesce_reduce_scatter and bucket.num_first_hop_chunks == 1:
         yield dataclasses.replace(scatter, is_coalesced=True)
+    if scopes.num_islands > 1:
+        yield CollectiveShape(role="outer_all_reduce", numel=layout.shard_numel, wire=total, dtype=total)
     for role in REDUCTIONS[1:]:
         yield CollectiveShape(role=role, numel=full_numel(role, layout, scopes), wire=wire, dtype=total)
 

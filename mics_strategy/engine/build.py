@@ -302,6 +302,7 @@ def _allocate_workspaces(units: list[Unit], context: BuildContext) -> None:
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         comms = {role: [comm] for role, comm in param_comms(groups, trainable=bucket.spec.trainable).items()}
         comms["param_sync"].append(groups.exact_sync_comm)
+        comms["outer_all_reduce"] = [groups.island.outer_comm]
         comms |= {role: [*of_role] for role, of_role in zip(REDUCTIONS, zip(*variants, strict=True), strict=True)}
         for shape in collectives_of(bucket.spec, groups.scopes):
             for comm in comms[shape.role]:

@@ -9,9 +9,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mics_strategy.engine.tensor_memory import count_writes
 
+JOB_MESH = "mics_job_mesh"  # attribute of an island's mesh: that of all ranks, which must skip the same steps
+
 
 def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
+    """Unscale gradients for a `GradScaler`, with overflows of all ranks, also of other islands. Collective.
 
     DTensor's own implementation shares them along the placements of the first gradient only, and not at all if that is
     a scalar's.
@@ -20,6 +22,7 @@ def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: t
     run([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
     count_writes(grads)
     mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+    mesh = getattr(mesh, JOB_MESH, mesh)
     names = mesh.mesh_dim_names or ()
     placements = [Partial("max") if name == "shard" else Replicate() for name in names]
     found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())

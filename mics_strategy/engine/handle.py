@@ -48,7 +48,14 @@ class Sharded:
         grad_codec_steps: Optimizer step from which gradients are sent unquantized; None for never.
     """
 
-    def __init__(self, model: nn.Module, context: BuildContext, engine: Engine, modules: list[UnitSpec]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        context: BuildContext,
+        engine: Engine,
+        modules: list[UnitSpec],
+        target_class: type[OptimizerTarget] = OptimizerTarget,
+    ) -> None:
         self.model = model
         self.config = context.config
         self.memory = context.memory
@@ -57,7 +64,7 @@ class Sharded:
         self.grad_codec_steps = context.config.grad_codec_steps
         self._engine = engine
         self._units = engine.units
-        self._target = OptimizerTarget(engine, context, self._link(modules))
+        self._target = target_class(engine, context, self._link(modules))
         self._step_hooks = StepHooks(self._target)
         self.internals = Internals(engine, context.groups, self._target, self._step_hooks)
         self.buffers = ModuleBuffers(model, context, engine)
@@ -245,8 +252,9 @@ class Sharded:
 
     def report(self) -> ShardingReport:
         """How the model is sharded, what memory that takes and what a step sends: ``print(sharded.report())``."""
-        plan, config, parameters = self.plan, self.config, self.internals.parameters
-        longer = self._plan_of(plan.num_micro_steps + 1)
+        config, parameters = self.config, self.internals.parameters
+        plan = self._plan_of(self._target.last_step.num_backwards)
+        longer, with_outer = self._plan_of(plan.num_micro_steps + 1), self._plan_of(plan.num_micro_steps, True)
         sent = {axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)}
         return ShardingReport(
             requested=requested(config),
@@ -260,6 +268,8 @@ class Sharded:
             num_micro_steps=plan.num_micro_steps,
             sent_bytes=sent,
             added_bytes={axis: longer.sent_bytes(axis) - num_bytes for axis, num_bytes in sent.items()},
+            outer_every=config.outer_every,
+            outer_bytes=with_outer.sent_bytes() - plan.sent_bytes(),
         )
 
     @property
@@ -269,10 +279,12 @@ class Sharded:
         Before the first step it is a plan for one micro-step. Every micro-step is planned to run the same units in the
         order of the first training pass, with the gradients that are required now. One that leaves units out, runs
         others than its peers, is interrupted, or comes before a change of `requires_grad` sends something else.
+        It has an outer step where the last step had one.
         """
-        return self._plan_of(self._target.last_step.num_backwards)
+        last = self._target.last_step
+        return self._plan_of(last.num_backwards, last.has_outer_step)
 
-    def _plan_of(self, num_micro_steps: int) -> Plan:
+    def _plan_of(self, num_micro_steps: int, has_outer_step: bool = False) -> Plan:
         order = self._engine.order
         in_order = tuple(range(len(self._units)))
         step_order = StepOrder(
@@ -281,6 +293,7 @@ class Sharded:
             num_micro_steps=num_micro_steps,
             repeated=self._target.last_step.repeated,
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
+            has_outer_step=has_outer_step,
         )
         owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
         owned = tuple(

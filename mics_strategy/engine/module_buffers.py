@@ -195,15 +195,24 @@ class ModuleBuffers:
         """Whether the loop declared that more micro-steps follow before synchronization."""
         return self._engine.reducer.boundary.declared is False
 
-    def synchronize(self) -> None:
-        """Broadcast rank 0's buffers if training may have changed them. Collective.
+    def synchronize_islands(self) -> None:
+        """Broadcast rank 0's buffers to all islands, whose values differ. Collective over all ranks of the job."""
+        self._may_differ = True
+        self._last_sent.clear()
+        self.synchronize(self._groups.island.job_group)
+
+    def synchronize(self, control: ControlGroup | None = None) -> None:
+        """Broadcast the first rank's buffers if training may have changed them. Collective.
+
+        Args:
+            control: Ranks that take part; by default those that step together: all, or an island.
 
         Cost:
             One broadcast of all small and all changed large buffers; with large buffers, one all-reduce of a flag each,
             for which the host waits.
             Memory: a copy of the sent buffers, and one of each large buffer.
         """
-        control = self._groups.world_group
+        control = control or self._groups.world_group
         if self._may_differ and control is not None:
             found = _dense_buffers(self._model)
             self._agree(found)

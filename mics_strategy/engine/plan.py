@@ -46,7 +46,7 @@ from mics_strategy.text_table import text_table
 
 ROOT_NAME = "(root)"  # of the unit whose module is the model itself
 USAGE, OWNERS = "usage", "owners"  # roles beside those of scopes: parameters in use, and tensors of their owners
-_SCATTER, _ALL_REDUCE = "second_hop_reduce_scatter", "second_hop_all_reduce"
+_SCATTER, _ALL_REDUCE, _OUTER = "second_hop_reduce_scatter", "second_hop_all_reduce", "outer_all_reduce"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,7 @@ class StepOrder:
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         repeated: Second hops that others followed, and their small all-reduces.
+        has_outer_step: Whether an outer step follows.
     """
 
     forward: tuple[int, ...]
@@ -108,6 +109,7 @@ class StepOrder:
     num_micro_steps: int
     second_hop_every_backward: bool = False
     repeated: RepeatedHops = NONE_REPEATED
+    has_outer_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ class PlannedCollective(CollectiveTraffic):
 
     Attributes:
         unit: Name of the unit, or of the bucket with owners.
-        phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop" or "update".
+        phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop", "update" or
+            "outer_step".
         micro_step: Index of the micro-step.
         role: Purpose: one of `scopes.ROLES`, `USAGE` or `OWNERS`.
         stage: Position among the stages of its collective; 0 begins the next collective.
@@ -180,6 +183,8 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
     if not shape.second_hop_every_backward:
         planner.second_hop(shape.backward)
     planner.update(owned)
+    if shape.has_outer_step:
+        planner.outer_step()
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
 
@@ -347,6 +352,15 @@ class _Planner:
                         role=OWNERS,
                     )
                 )
+
+    def outer_step(self) -> None:
+        """The all-reduces of an outer step: of the master shards of all trainable buckets."""
+        for unit in self.units:
+            for bucket in unit.trainable:
+                numel, dtype = bucket.layout.shard_numel, bucket.sum_dtype
+                route = self._route(_OUTER, numel * dtype.itemsize)
+                stages = [] if route is None else all_reduce_traffic(route, numel, dtype, dtype)
+                self._add(_OUTER, stages, unit.plan.name, "outer_step")
 
     def _route(self, role: str, full_bytes: int) -> Route | None:
         """The route of a tensor, as of `Scopes.route`; asked once for each size."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.desync import zero_sum
 from mics_strategy.comm.placement import digest, digest_weight
 from mics_strategy.comm.process_groups import ProcessGroups
@@ -76,7 +75,7 @@ class UsedParamMap:
                 local_counts[offset + position] += 1
         is_exchanged = groups.world_group is not None and bool(gradients)
         for value in (progress.window_digest, progress.hop_digest):
-            local_counts.append(zero_sum(value, groups.rank, groups.scopes.world_size) if is_exchanged else 0)
+            local_counts.append(zero_sum(value, groups.island.index, groups.scopes.world_size) if is_exchanged else 0)
         local_counts.append(groups.desync_digest)
         self._totals: list[int] | None = None
         self._work: Work | None = None
@@ -228,7 +227,7 @@ class ReplicaCheck:
         """
         self._num_steps += 1
         common = self._groups.resources.call_watch.records.take_common()
-        weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
+        weight = digest_weight(self._groups.island.index, self._groups.scopes.world_size)
         terms = [] if common is None else [weight * common.to(self._groups.device)]  # perhaps another model's
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
@@ -243,12 +242,12 @@ class ReplicaCheck:
         return span.index(self._groups.rank), span.size
 
     def describe(self) -> str:
-        """The error message: which values differ, and what to do. Collective. It communicates on the default group."""
+        """The error message: which values differ, and what to do. Collective."""
         local_digests = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
-        digests_by_rank = gather_objects(local_digests)
+        digests_by_rank = self._groups.island.gather_objects(local_digests, "digests of shards")
         for bucket_index, bucket in enumerate(self._buckets):
             first: dict[int, tuple[int, int]] = {}  # rank and digest, by shard
-            for rank, digests in enumerate(digests_by_rank):
+            for rank, digests in zip(self._groups.island.ranks, digests_by_rank, strict=True):
                 shard, value = digests[bucket_index]
                 known_rank, known_value = first.setdefault(shard, (rank, value))
                 if value != known_value:

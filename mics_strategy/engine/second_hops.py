@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 
-from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState
 from mics_strategy.engine.memory import StagingPool
@@ -184,15 +183,17 @@ class SecondHops:
         numbers = {gradient: number for number, gradient in enumerate(self._gradients)}
         early = [numbers[gradient] for gradient in self._early]
         dropped = {(numbers[gradient], position) for gradient, position in self._dropped}
-        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}, dropped))
+        island = self._gradients[0].bucket.groups.island
+        by_rank = island.gather_objects((early, {numbers[gradient] for gradient in due}, dropped), "second hops")
         longest = max((started for started, _, _ in by_rank), key=len)
-        for rank, (started, _, dropped_there) in enumerate(by_rank):
+        for rank, (started, _, dropped_there) in zip(island.ranks, by_rank, strict=True):
             if dropped_there != by_rank[0][2]:
                 gradient = self._gradients[min(dropped_there ^ by_rank[0][2])[0]]
                 raise LifecycleError(
-                    f"Gradients of {gradient.name} were set to None on rank 0 and not on rank {rank}, or the other way "
-                    "round, after their sum over the nodes had begun. Clear gradients on all ranks or on none, declare "
-                    "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`."
+                    f"Gradients of {gradient.name} were set to None on rank {island.ranks[0]} and not on rank {rank}, "
+                    "or the other way round, after their sum over the nodes had begun. Clear gradients on all ranks or "
+                    "on none, declare the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of "
+                    "`overlap`."
                 )
             if started != longest[: len(started)]:
                 raise LifecycleError(

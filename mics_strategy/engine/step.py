@@ -208,7 +208,8 @@ class Engine:
                 unit.start_unshard(self._resources)
         if not self._global_order.is_agreed:
             self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
-            self._global_order.agree(self.reducer.groups.agree_on(self.order.forward_units, "units that ran"))
+            island = self.reducer.groups.island
+            self._global_order.agree(island.gather_objects(self.order.forward_units, "units that ran"))
         self.reducer.finish()
         self.settle_params()
         self.on_gradients()

@@ -50,4 +50,4 @@ def test_digests_of_a_thousand_ranks_fit_into_32_bits() -> None:
     ],
 )
 def test_first_mismatch_is_named(moved: tuple[str, ...], words: str) -> None:
-    assert first_mismatch(_fingerprints(*moved)) == words
+    assert first_mismatch(dict(enumerate(_fingerprints(*moved)))) == words

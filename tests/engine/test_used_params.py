@@ -71,7 +71,9 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
             return super().copy_(source, **options)
 
     counts: Any = torch.zeros(3, dtype=torch.int32).as_subclass(Counts)
-    groups: Any = SimpleNamespace(desync_digest=5, world_group=None, rank=1, scopes=SimpleNamespace(world_size=2))
+    groups: Any = SimpleNamespace(
+        desync_digest=5, world_group=None, island=SimpleNamespace(index=1), scopes=SimpleNamespace(world_size=2)
+    )
     with mock.patch.object(torch, "tensor", tensor):
         UsedParamMap(counts, [], groups, RankProgress(due=set(), hop_digest=7, window_digest=2))
     assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]

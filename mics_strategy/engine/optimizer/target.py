@@ -28,11 +28,13 @@ class LastStep:
         num_backwards: Backwards of the step.
         repeated: Second hops that others followed.
         issued: Collectives of the step, with their counts.
+        has_outer_step: Whether an outer step followed.
     """
 
     num_backwards: int
     repeated: RepeatedHops
     issued: Counter[CollectiveTraffic]
+    has_outer_step: bool = False
 
 
 class OptimizerTarget:

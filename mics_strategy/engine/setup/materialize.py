@@ -104,9 +104,9 @@ def _load_shards(
     for bucket in buckets:
         for position, param_slice in enumerate(bucket.layout.param_slices):
             value = values[param_slice.name].to(groups.device)
-            if groups.world_group is not None and param_slice.name in differing:
+            if groups.island.job_group is not None and param_slice.name in differing:
                 value = value.clone()
-                groups.world_group.broadcast(value, param_slice.name)
+                groups.island.job_group.broadcast(value, param_slice.name)
             bucket.load(position, value)
 
 

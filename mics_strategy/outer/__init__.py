@@ -1,0 +1,1 @@
+"""Outer steps: islands of ranks step alone, and average what their parameters have changed by (see `islands`)."""

@@ -1,0 +1,129 @@
+"""Optimizer steps of an island, every few of which an outer step follows.
+
+The ranks of an island synchronize gradients as a job of their own. Rounds are counted in steps of the optimizer. All
+islands count equally: a `GradScaler` skips a step on all ranks of the job or on none (see `engine.grad_scaler`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from mics_strategy.engine.build import BuildContext
+from mics_strategy.engine.grad_scaler import JOB_MESH
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+from mics_strategy.engine.optimizer.target import OptimizerTarget
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.step import Engine
+from mics_strategy.errors import LifecycleError
+from mics_strategy.outer.state import OuterSGD, make_outer_buckets
+
+
+class OuterTarget(OptimizerTarget):
+    """Engine's side of the optimizer steps of an island.
+
+    Attributes:
+        buckets: Outer state of the trainable buckets.
+        num_in_round: Optimizer steps since the last outer step.
+    """
+
+    def __init__(self, engine: Engine, context: BuildContext, sharded_params: WeakIdKeyDictionary) -> None:
+        super().__init__(engine, context, sharded_params)
+        config = context.config
+        self.buckets = make_outer_buckets(engine.units, context.memory, context.device)
+        self.num_in_round = 0
+        self._every = config.outer_every
+        self._sgd = OuterSGD(lr=config.outer_lr, momentum=config.outer_momentum)
+        self._broadcasts_buffers = config.broadcast_buffers
+        self._has_anchor = False  # taken before the first step, after whatever is loaded
+
+    def follow(self, sharded: Sharded) -> None:
+        """Connect with the model, once it is sharded."""
+        self._buffers = sharded.buffers
+        setattr(self._groups.trainable_placement.device_mesh, JOB_MESH, self._groups.island.job_mesh)
+        on_gradients = self.engine.on_gradients
+
+        def set_anchor_first() -> None:
+            self.set_anchor()
+            on_gradients()
+
+        self.engine.on_gradients = set_anchor_first
+        sharded.model.register_load_state_dict_post_hook(self._on_load)
+
+    def set_anchor(self) -> None:
+        """Set the anchor to the present parameters, unless a round has one."""
+        if not self._has_anchor:
+            self._has_anchor = True
+            for outer in self.buckets:
+                outer.set_anchor()
+
+    def restart(self) -> None:
+        """Let the next step begin a round: parameters were loaded, the same on all islands."""
+        self._has_anchor, self.num_in_round = False, 0
+
+    def resume(self, num_in_round: int) -> None:
+        """Continue a round: the outer state was loaded."""
+        self._has_anchor, self.num_in_round = True, num_in_round
+
+    def _on_load(self, _: nn.Module, incompatible: Any) -> None:
+        if self.num_in_round and incompatible.missing_keys:
+            raise LifecycleError(
+                f"A state dict without `{incompatible.missing_keys[0]}` was loaded {self.num_in_round} steps after an "
+                f"outer step, when the islands' parameters differ. Load it after a step whose number is a multiple of "
+                f"{self._every} (`outer_every`), or load all parameters."
+            )
+        self.restart()
+
+    @override
+    def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
+        if not self.engine.backwards.num_in_step:
+            raise LifecycleError(
+                "An optimizer stepped without a backward since the last step, and `outer_every` counts steps: two "
+                "optimizers of one backward would be at different steps when an outer step follows the first one. Use "
+                "one optimizer with several parameter groups, one backward for each optimizer, or outer_every=0."
+            )
+        self.num_in_round += 1
+        is_due = self.num_in_round == self._every
+        if is_due:
+            self._outer_step()
+        super().post_step(parameters, exchanges)
+        if is_due:
+            self.last_step = dataclasses.replace(self.last_step, has_outer_step=True)
+
+    def _outer_step(self) -> None:
+        """Average over islands, and step. Collective over all ranks; see `outer.state`."""
+        comm = self._groups.island.outer_comm
+        if comm is None:
+            raise LifecycleError("There is one island only. This is a defect of the engine. Please report it.")
+        self._check_trained()
+        with torch.no_grad():
+            works = [outer.start(comm) for outer in self.buckets]
+            for outer, work in zip(self.buckets, works, strict=True):
+                work.wait()
+                outer.finish(self._sgd, self._groups.scopes.num_islands)
+        if self._broadcasts_buffers:
+            self._buffers.synchronize_islands()
+        self.num_in_round = 0
+
+    def _check_trained(self) -> None:
+        """Raise for a parameter that was frozen later: momentum would still move it."""
+        for outer in self.buckets:
+            for sharded in outer.bucket.sharded_params:
+                if not sharded.requires_grad:
+                    raise LifecycleError(
+                        f"`{sharded.mics_name}` was frozen after `shard()`, and the momentum of the outer step would "
+                        "still move it. Freeze it before `shard()`, or use outer_every=0."
+                    )
+
+
+def outer_of(sharded: Sharded) -> OuterTarget | None:
+    """The outer steps of a sharded model; None without `outer_every`."""
+    target = sharded.internals.target
+    return target if isinstance(target, OuterTarget) else None

@@ -1,0 +1,129 @@
+"""Outer steps in one process, with plain torch: what islands of ranks must compute."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What is trained: see `ShardConfig` for the outer fields."""
+
+    every: int
+    steps: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    clip: float | None = None
+    skipped: tuple[int, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of a `ShardConfig`."""
+        return {"outer_every": self.every, "outer_lr": self.lr, "outer_momentum": self.momentum}
+
+
+class Net(nn.Module):
+    """Odd shapes, a tied parameter, a scalar and a frozen one, in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 7)
+        self.middle = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+        self.last = nn.Linear(7, 5, bias=False)
+        self.last.weight = nn.Parameter(torch.randn(5, 7))
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.middle:
+            hidden = torch.tanh(layer(hidden)) + hidden * self.frozen
+        return self.last(hidden) * self.scale
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    """The data of a rank, [3, 5]."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randn(3, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, accumulation: int) -> Tensor:
+    return (model(inputs) - inputs.flip(-1)).pow(2).mean() / accumulation
+
+
+def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, Tensor]]]:
+    """Parameters of each island, [step][island], after the outer step where there is one."""
+    anchor = Net()
+    models = [deepcopy(anchor) for _ in islands]
+    inner = [OPTIMIZERS[rounds.optimizer](_trained(model)) for model in models]
+    outer = SGD(_trained(anchor), lr=rounds.lr, momentum=rounds.momentum, nesterov=rounds.momentum > 0)
+    history = []
+    for step in range(rounds.steps):
+        is_skipped = step in rounds.skipped
+        for model, optimizer, ranks in zip(models, inner, islands, strict=True):
+            for micro in range(rounds.accumulation):
+                for rank in ranks:
+                    (loss_of(model, batch(step, micro, rank), rounds.accumulation) / len(ranks)).backward()
+            if rounds.clip is not None:
+                nn.utils.clip_grad_norm_(_trained(model), rounds.clip)
+            if not is_skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+        num_steps = sum(earlier not in rounds.skipped for earlier in range(step + 1))
+        if not is_skipped and num_steps % rounds.every == 0:
+            _outer_step(anchor, models, outer)
+        history.append([_values(model) for model in models])
+    return history
+
+
+def average_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, Tensor]]]:
+    """As `train_islands`, but parameters are simply averaged after every step."""
+    models = [Net() for _ in islands]
+    inner = [OPTIMIZERS[rounds.optimizer](_trained(model)) for model in models]
+    history = []
+    for step in range(rounds.steps):
+        for model, optimizer, ranks in zip(models, inner, islands, strict=True):
+            for rank in ranks:
+                (loss_of(model, batch(step, 0, rank), 1) / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameters in zip(*map(_trained, models), strict=True):
+                mean = torch.stack([*parameters]).mean(0)
+                for parameter in parameters:
+                    parameter.copy_(mean)
+        history.append([_values(model) for model in models])
+    return history
+
+
+def _outer_step(anchor: nn.Module, models: list[nn.Module], outer: Optimizer) -> None:
+    with torch.no_grad():
+        for old, *new in zip(_trained(anchor), *map(_trained, models), strict=True):
+            old.grad = sum(old - value for value in new) / len(new)
+        outer.step()
+        for old, *new in zip(_trained(anchor), *map(_trained, models), strict=True):
+            for value in new:
+                value.copy_(old)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

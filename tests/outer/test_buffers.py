@@ -1,0 +1,45 @@
+"""Running statistics are those of an island's first rank in a round, and of rank 0 after an outer step."""
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy import ShardConfig, Topology, shard
+from tests.ranks import RankContext, RankPool
+
+
+def means(ctx: RankContext, preset: str, evaluated: bool) -> list[float]:
+    """The running mean of this rank, as evaluated or as it is after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), outer_every=2)
+    sharded = shard(model, config, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    for _ in range(4):
+        inputs = torch.full((4, 2), float(1 + ctx.rank)) + torch.randn(4, 2) * 0.1
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluated:
+            model.eval()
+            model(inputs)
+            model.train()
+        found.append(model[1].running_mean[0].item())
+    assert sharded.buffers is not None
+    return found
+
+
+@pytest.mark.parametrize("preset", ["mics", "ddp"])
+def test_buffers_are_an_islands_in_a_round_and_rank_0s_after_an_outer_step(ranks: RankPool, preset: str) -> None:
+    first, second, third, fourth = ranks(4, means, preset, True)
+    assert first == second
+    assert third == fourth
+    assert [one == other for one, other in zip(first, third, strict=True)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("preset", ["mics", "ddp"])
+def test_an_outer_step_broadcasts_buffers_without_an_evaluation(ranks: RankPool, preset: str) -> None:
+    found = ranks(4, means, preset, False)
+    assert len({of_rank[1] for of_rank in found}) == 1
+    assert found[0][2] != found[2][2]

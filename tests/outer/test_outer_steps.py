@@ -1,0 +1,124 @@
+"""Do islands compute what plain torch computes in one process, and send what is planned?"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import ShardConfig, Sharded, Topology, shard
+from tests.engine.training import wholes
+from tests.outer.plain import (
+    OPTIMIZERS,
+    Net,
+    Rounds,
+    average_islands,
+    batch,
+    loss_of,
+    train_islands,
+)
+from tests.ranks import RankContext, RankPool
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "mics": {"name": "mics"},
+    "zero1": {"name": "paro-nni"},
+    "ddp": {"name": "ddp"},
+    "hpz": {"name": "mics", "secondary_params": 1},
+    "rest": {"name": "paro-nii", "second_hop": "micro_step", "overlap": "none"},
+}
+LAYOUTS = {"2x2": [range(2), range(2, 4)], "4x1": [range(1), range(1, 2), range(2, 3), range(3, 4)]}
+
+
+def config_of(name: str, rounds: Rounds, per_node: int, **fields: Any) -> ShardConfig:
+    return ShardConfig.preset(topology=Topology(ranks_per_node=per_node), **FIELDS[name], **rounds.fields, **fields)
+
+
+def start(config: ShardConfig, rounds: Rounds) -> tuple[nn.Module, Sharded, torch.optim.Optimizer]:
+    model = Net()
+    sharded = shard(model, config, units=[nn.Linear])
+    optimizer = OPTIMIZERS[rounds.optimizer]([p for p in model.parameters() if p.requires_grad])
+    return model, sharded, optimizer
+
+
+def run_step(ctx: RankContext, rounds: Rounds, trained: tuple[nn.Module, Sharded, Any], step: int) -> None:
+    model, sharded, optimizer = trained
+    for micro in range(rounds.accumulation):
+        loss_of(model, batch(step, micro, ctx.rank), rounds.accumulation).backward()
+    if rounds.clip is not None:
+        sharded.clip_grad_norm_(rounds.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> list[tuple[dict[str, Tensor], list[Any]]]:
+    """Parameters of this rank's island after each step, and the step's traffic."""
+    trained, found = start(config, rounds), []
+    for step in range(rounds.steps):
+        run_step(ctx, rounds, trained, step)
+        found.append((wholes(dict(trained[0].named_parameters())), [*trained[1].traffic()]))
+    return found
+
+
+def check(found: list[Any], expected: list[list[dict[str, Tensor]]], islands: list[range]) -> None:
+    for step, by_island in enumerate(expected):
+        for ranks, values in zip(islands, by_island, strict=True):
+            for rank in ranks:
+                for name, value in values.items():
+                    torch.testing.assert_close(
+                        found[rank][step][0][name], value, rtol=0, atol=1e-12, msg=f"{name} {step}"
+                    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "layout"), [*((name, "2x2") for name in FIELDS), ("mics", "4x1"), ("ddp", "4x1")])
+def test_islands_train_as_plain_torch_in_one_process(ranks: RankPool, name: str, layout: str, optimizer: str) -> None:
+    islands, rounds = LAYOUTS[layout], Rounds(every=3, steps=7, optimizer=optimizer, accumulation=2, clip=0.5)
+    found = ranks(4, train, config_of(name, rounds, len(islands[0])), rounds)
+    check(found, train_islands(rounds, islands), islands)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@pytest.mark.parametrize("name", ["mics", "ddp"])
+def test_an_outer_sgd_of_rate_1_averages_parameters(ranks: RankPool, name: str, layout: str) -> None:
+    islands, rounds = LAYOUTS[layout], Rounds(every=1, steps=4, lr=1.0, momentum=0.0)
+    found = ranks(4, train, config_of(name, rounds, len(islands[0])), rounds)
+    check(found, average_islands(rounds, islands), islands)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_sent_bytes_are_planned_and_leave_the_island_in_outer_steps_alone(ranks: RankPool, name: str) -> None:
+    rounds = Rounds(every=3, steps=6)
+    for rank_found in ranks(4, train, config_of(name, rounds, 2), rounds):
+        for step, (_, rows) in enumerate(rank_found):
+            if step:  # a plan is of steps that follow one of the same order
+                assert all((row.count, row.sent_bytes) == (row.planned_count, row.planned_bytes) for row in rows)
+            between = [row for row in rows if row.axis == "inter_node"]
+            assert [row.collective for row in between] == ["all_reduce"] * ((step + 1) % 3 == 0)
+
+
+def train_scaled(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> list[tuple[dict[str, Tensor], float]]:
+    """With a gradient scaler; in skipped steps the last rank alone overflows."""
+    model, sharded, optimizer = start(config, rounds)
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100), []
+    for step in range(rounds.steps):
+        loss = loss_of(model, batch(step, 0, ctx.rank), 1)
+        is_inf = step in rounds.skipped and ctx.rank == ctx.world_size - 1
+        scaler.scale(loss * float("inf") if is_inf else loss).backward()
+        if rounds.clip is not None:
+            scaler.unscale_(optimizer)
+            sharded.clip_grad_norm_(rounds.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((wholes(dict(model.named_parameters())), scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_all_islands_skip_a_step_in_which_one_overflows(ranks: RankPool, layout: str, clip: float | None) -> None:
+    islands = LAYOUTS[layout]
+    rounds = Rounds(every=2, steps=7, skipped=(1, 4), clip=clip)
+    found = ranks(4, train_scaled, config_of("mics", rounds, len(islands[0])), rounds)
+    check(found, train_islands(rounds, islands), islands)
+    assert [[scale for _, scale in of_rank] for of_rank in found] == [[256.0, *[128.0] * 3, *[64.0] * 3]] * 4
