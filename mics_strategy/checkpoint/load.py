@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.feedback import FeedbackSource
+from mics_strategy.checkpoint.islands import SavedIsland, check_islands, load_outer, saved_island
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY, request_rng, restore_rng
 from mics_strategy.checkpoint.references import request_references, restore_references
@@ -79,9 +80,12 @@ class OpenCheckpoint:
                 read.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        target = run_on_all_ranks(
-            lambda: LoadTarget(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
-        )
+        if optimizers:
+            run_on_all_ranks(lambda: check_islands(self._manifest, sharded))
+        island = self._island(sharded)
+        classes = () if self._manifest is None else self._manifest.optimizer_classes
+        contents = CheckpointContents(island.entries, classes)
+        target = run_on_all_ranks(lambda: LoadTarget(sharded, optimizers, contents, strict=strict, has_model=has_model))
         if self._manifest is not None:
             requested = request_rng(rank, world_size, self._manifest.world_size)
             saved = self._metadata.state_dict_metadata  # checkpoints without optimizers have no random states
@@ -96,12 +100,13 @@ class OpenCheckpoint:
 
         def fill() -> None:
             """Read the model last: it is read in place, and afterwards only reading may fail."""
-            self._read_into({name: values for name, values in target.values.items() if name != MODEL})
+            self._read_into(island.nested({name: v for name, v in target.values.items() if name != MODEL}))
             states = target.optimizer_states()
-            self._read_into({MODEL: target.values[MODEL]})
+            self._read_into(island.nested({MODEL: target.values[MODEL]}))
             target.apply(states)
             load_feedback()
             self._read_into(references)
+            load_outer(self._manifest, sharded, self._read_into, has_optimizers=bool(optimizers))
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         restore_references(sharded, references)
@@ -116,17 +121,17 @@ class OpenCheckpoint:
                     self._manifest.pending_micro_steps,
                 )
 
-    def _saved(self) -> CheckpointContents:
-        classes = () if self._manifest is None else self._manifest.optimizer_classes
-        return CheckpointContents(self._metadata.state_dict_metadata, classes)
+    def _island(self, sharded: Sharded) -> SavedIsland:
+        return saved_island(self._metadata.state_dict_metadata, self._manifest, sharded)
 
     def model_state(self, sharded: Sharded) -> dict[str, Any]:
         """Read the saved model into new memory, with tensors sharded like the model's own.
 
         Tensors whose names the model does not have are read in full.
         """
-        state = run_on_all_ranks(lambda: empty_model_like_saved(sharded, self._metadata))
-        run_on_all_ranks(lambda: self._as_checkpoint_error(lambda: self._read_into({MODEL: state})))
+        island = self._island(sharded)
+        state = run_on_all_ranks(lambda: empty_model_like_saved(sharded, island.entries))
+        run_on_all_ranks(lambda: self._as_checkpoint_error(lambda: self._read_into(island.nested({MODEL: state}))))
         return state
 
     def _read_into(self, values: dict[str, Any]) -> None:

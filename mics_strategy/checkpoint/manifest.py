@@ -41,6 +41,8 @@ class Manifest:
         torch_version: Version of torch.
         files: Every file except the manifest, by its path inside the folder.
         optimizer_classes: Class names of the optimizers, with their modules.
+        islands: Islands of ranks that stepped alone; 1 without outer steps, or without optimizers.
+        steps_in_round: Optimizer steps since the islands' last outer step.
         pending_micro_steps: Micro-steps since the last optimizer step. Their gradients are not in the checkpoint.
         format: Version of the folder's format.
     """
@@ -53,6 +55,8 @@ class Manifest:
     files: Mapping[str, FileEntry]
     optimizer_classes: Sequence[str] = ()
     pending_micro_steps: int = 0
+    islands: int = 1
+    steps_in_round: int = 0
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -94,7 +98,7 @@ class Manifest:
             ) from error
 
 
-_COUNTS = {"step": 0, "world_size": 1, "pending_micro_steps": 0}  # smallest values
+_COUNTS = {"step": 0, "world_size": 1, "pending_micro_steps": 0, "islands": 1, "steps_in_round": 0}  # smallest values
 
 
 def is_inside(name: str) -> bool:

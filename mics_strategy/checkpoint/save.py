@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.checkpoint import atomic, shard_report
 from mics_strategy.checkpoint.feedback import add_feedback
+from mics_strategy.checkpoint.islands import add_islands, with_islands
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY, save_rng
 from mics_strategy.checkpoint.rank_local import class_name
@@ -135,7 +136,7 @@ def save_checkpoint(
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
     whole = whole_tensors(lambda: dict(extra or {}))
     whole = _on_all_ranks(lambda: _copy_extra(whole, asynchronous))
-    check_replica_counts(planner, sharded.internals.index)
+    check_replica_counts(planner, sharded.internals)
     draft, target = begin(path)
     job = _SaveJob(
         draft=draft,
@@ -245,8 +246,6 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
 def _make_planner(
     sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> ShardedSavePlanner:
-    if sharded.config.outer_every:
-        raise CheckpointError("`outer_every` is set: checkpoints of islands are not available. Use outer_every=0.")
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
         sharded.internals.warn_pending_gradients()
@@ -254,12 +253,13 @@ def _make_planner(
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
         local.values.update(references_of(sharded))
+    add_islands(local, sharded, has_optimizers=bool(optimizers))
     return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 
 def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     scopes = sharded.scopes
-    return Manifest(
+    manifest = Manifest(
         step=sharded.steps_done,
         world_size=scopes.job_size,
         scopes={"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
@@ -269,6 +269,7 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
         pending_micro_steps=sharded.internals.pending_micro_steps,
         optimizer_classes=[class_name(type(optimizer)) for optimizer in by_key(optimizers).values()],
     )
+    return with_islands(manifest, sharded) if optimizers else manifest
 
 
 def _copy_extra(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:

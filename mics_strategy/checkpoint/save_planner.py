@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
@@ -25,6 +24,7 @@ from mics_strategy.checkpoint.rank_local import RankLocalState
 from mics_strategy.checkpoint.state import LocalState, ReplicaId
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.workspace import aligned_bytes
+from mics_strategy.engine.internals import Internals
 from mics_strategy.engine.optimizer.quantized import dequantize, is_quantized
 from mics_strategy.errors import CheckpointError
 
@@ -165,21 +165,23 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def check_replica_counts(planner: ShardedSavePlanner, shard_index: int) -> None:
+def check_replica_counts(planner: ShardedSavePlanner, internals: Internals) -> None:
     """Check that ranks with equal copies hold the same items. Collective.
 
     Otherwise they would not agree on the writers.
 
     Args:
         planner: Planner of this rank.
-        shard_index: Index of this rank's shards, equal on ranks that hold the same shards.
+        internals: Parts of the model: index of this rank's shards, and the ranks that hold the same ones.
 
     Raises:
         CheckpointError: Items are missing on some ranks. Raised on every rank; the error names the items.
     """
-    world_size = dist.get_world_size()
+    ranks_of_step, index = internals.groups.island.ranks, internals.index
     local_names = {
-        (c, 0 if c == world_size else shard_index): names for c, names in planner.state_names.items() if c > 1
+        (ranks_of_step.start, c, 0 if c == len(ranks_of_step) else index): names
+        for c, names in planner.state_names.items()
+        if c > 1
     }
     checksums_by_rank = gather_objects(
         {group: zlib.crc32("\n".join(sorted(names)).encode()) for group, names in local_names.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -60,6 +60,7 @@ class LocalState:
     Attributes:
         values: Nested dicts. Leaves are DTensors, plain tensors and other values.
         copies: Replica index and count of each plain tensor that only some ranks hold, by flat name.
+        holder: Position of this rank among those with equal copies of other plain values; None for all ranks.
         scalars: Flat names of scalar parameters and of their states. Each rank of a partition updates a copy; sums of
             gradients may differ in their last bits there, and forwards use the first copy.
     """
@@ -67,12 +68,13 @@ class LocalState:
     values: StateDict
     copies: dict[str, ReplicaId] = field(default_factory=dict)
     scalars: set[str] = field(default_factory=set)
+    holder: ReplicaId | None = None
 
     def replica_of(self, name: str, value: Any) -> ReplicaId:
         """Return which of the equal copies of a leaf this rank holds."""
         if isinstance(value, DTensor):
             return _replica_of(value)
-        return self.copies.get(name) or ReplicaId(dist.get_rank(), dist.get_world_size())
+        return self.copies.get(name) or self.holder or ReplicaId(dist.get_rank(), dist.get_world_size())
 
     def add(self, path: tuple[str, str, str, str], value: Any, copy: ReplicaId) -> None:
         """Add a rank-local state.
@@ -342,15 +344,13 @@ class LoadTarget:
         return {"state": states, "param_groups": groups}
 
 
-def empty_model_like_saved(sharded: Sharded, metadata: Metadata) -> StateDict:
+def empty_model_like_saved(sharded: Sharded, entries: Mapping[str, Any]) -> StateDict:
     """Allocate memory for a saved model, by name.
 
     Sharded tensors get memory for this rank's shard; values that are no tensors get None.
     """
     model_state = sharded.model.state_dict(keep_vars=True)
-    saved = {
-        name.removeprefix(f"{MODEL}."): e for name, e in metadata.state_dict_metadata.items() if _is_in(name, MODEL)
-    }
+    saved = {name.removeprefix(f"{MODEL}."): e for name, e in entries.items() if _is_in(name, MODEL)}
     return {name: _empty_like_saved(entry, model_state.get(name), None) for name, entry in saved.items()}
 
 

@@ -152,9 +152,12 @@ def comm_layout(scopes: Scopes) -> CommLayout:
     has_codec = scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None
     variants = [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
     routes = {role: tuple(s for variant in variants if (s := variant.routes(role)) is not None) for role in COLLECTIVES}
-    mesh_spans = (scopes.span(1, scopes.optimizer), scopes.span_of("second_hop_all_reduce"))
-    in_default_group = [span for span in mesh_spans if span.size == scopes.world_size and span.is_in_rank_order]
-    groups = {("mesh", span) for span in mesh_spans if span not in in_default_group}
+    mesh_spans, controls = {scopes.span(1, scopes.optimizer), scopes.span_of("second_hop_all_reduce")}, set()
+    if scopes.num_islands > 1:
+        mesh_spans.add(scopes.span(1, scopes.job_size))
+        controls.add(("control", scopes.span(1, scopes.world_size)))
+    in_default_group = [span for span in mesh_spans if span.size == scopes.job_size and span.is_in_rank_order]
+    groups = controls | {("mesh", span) for span in mesh_spans if span not in in_default_group}
     encoded = set()
     for role, stream in STREAM_OF.items():
         for route in (route for sized in routes[role] for route in _both(sized)):

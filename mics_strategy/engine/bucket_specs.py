@@ -23,6 +23,7 @@ from mics_strategy.scopes import COLLECTIVES, Scopes
 
 Piece = tuple[int, torch.dtype]  # elements and dtype
 REDUCTIONS = ("grad_reduce_scatter", "second_hop_reduce_scatter", "second_hop_all_reduce")
+OUTER_STATE = ("outer anchors", "outer momentum", "outer differences")
 NOTHING_TO_COALESCE = (
     "`coalesce=True`: no unit of this model can use coalesced collectives. They require a backend other than gloo, "
     "parameters or gradients that are sharded and not quantized, and first dimensions that are multiples of the ranks "
@@ -221,8 +222,8 @@ def can_reduce_in_place(bucket: BucketSpec) -> bool:
 def outer_pieces(bucket: BucketSpec) -> dict[str, Piece]:
     """The state of outer steps of a trainable bucket, by purpose; see `outer.state`."""
     numel, master, wide = bucket.layout.shard_numel, bucket.master_dtype, bucket.sum_dtype
-    pieces = {"outer anchors": (numel, master), "outer momentum": (numel, wide)}
-    return pieces if master == wide else {**pieces, "outer differences": (numel, wide)}
+    dtypes = (master, wide) if master == wide else (master, wide, wide)  # differences in the masters' own memory
+    return {purpose: (numel, dtype) for purpose, dtype in zip(OUTER_STATE, dtypes, strict=False)}
 
 
 def residual_numels(bucket: BucketSpec, scopes: Scopes) -> dict[str, int]:

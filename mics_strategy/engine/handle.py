@@ -31,7 +31,7 @@ from mics_strategy.engine.step import Engine
 from mics_strategy.engine.traffic import TrafficRows, compare
 from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitSpec
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.errors import CheckpointError, ConfigError, LifecycleError
 from mics_strategy.scopes import Scopes
 from mics_strategy.sharding_report import ShardingReport, requested
 
@@ -369,6 +369,12 @@ class Sharded:
         Raises:
             CheckpointError: A state cannot be reassembled from shards.
         """
+        if self.config.outer_every:
+            raise CheckpointError(
+                "`outer_every` is set, and islands have different optimizer states, of which one state dict holds one. "
+                "Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), or save the weights "
+                "alone."
+            )
         self._groups.agree_on(None, "full_optimizer_state_dict (call it on every rank)")
         return state.full_optimizer_state_dict(optimizer, self._step_hooks.swap_of(optimizer).owner_of, self._groups)
 

@@ -21,6 +21,7 @@ from mics_strategy.comm.scratch import comm_layout, workspace_bytes
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket_specs import (
+    OUTER_STATE,
     BucketSpec,
     Piece,
     bucket_plan,
@@ -29,6 +30,7 @@ from mics_strategy.engine.bucket_specs import (
     casts_second_hop,
     collectives_of,
     needs_flat_gather,
+    outer_pieces,
     residual_numels,
     shares_grad_staging,
 )
@@ -134,6 +136,9 @@ class MemoryPlan:
         """Bytes by purpose, with the names in `Sharded.memory`; scratch memory as on a backend that adds."""
         scopes = self._scopes
         sizes = {purpose: self._sum(partial(self._piece_bytes, purpose)) for purpose in ARENAS}
+        if scopes.num_islands > 1:
+            for purpose in OUTER_STATE:
+                sizes[purpose] = self._sum(partial(_outer_bytes, purpose), of_trainable=True)
         sizes["slots"] = sum(self.slot_bytes.values())
         sizes["poisoned parameters"] = sum(self.poisoned_bytes[unit.kind] for unit in self.units)
         residuals = partial(_num_residuals, scopes=scopes)
@@ -289,6 +294,11 @@ class MemoryPlan:
 
 def _flat_bytes(bucket: BucketSpec) -> int:
     return aligned_bytes((bucket.layout.full_numel, bucket.param_dtype))
+
+
+def _outer_bytes(purpose: str, bucket: BucketSpec) -> int:
+    numel, dtype = outer_pieces(bucket).get(purpose, (0, bucket.master_dtype))
+    return numel * dtype.itemsize
 
 
 def _num_residuals(bucket: BucketSpec, scopes: Scopes) -> int:

@@ -26,8 +26,8 @@ import torch
 
 from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.work import Work
-from mics_strategy.config import sum_dtype_of
 from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.bucket_specs import OUTER_STATE, outer_pieces
 from mics_strategy.engine.memory import MemoryTracker, arena
 from mics_strategy.engine.unit import Unit
 
@@ -90,21 +90,17 @@ class OuterBucket:
 def make_outer_buckets(units: Sequence[Unit], memory: MemoryTracker, device: torch.device) -> list[OuterBucket]:
     """Allocate the outer state of all trainable buckets, in the order of units. The anchors are not set yet."""
     buckets = [bucket for unit in units for bucket in unit.trainable_buckets]
-    dtypes = [(bucket.spec.master_dtype, sum_dtype_of(bucket.spec.master_dtype)) for bucket in buckets]
-    numels = [bucket.layout.shard_numel for bucket in buckets]
-    anchor_sizes = [(numel, master) for numel, (master, _) in zip(numels, dtypes, strict=True)]
-    momentum_sizes = [(numel, wide) for numel, (_, wide) in zip(numels, dtypes, strict=True)]
-    narrow = [index for index, (master, wide) in enumerate(dtypes) if master != wide]
-    anchors = arena(memory, "outer anchors", anchor_sizes, device)
-    momenta = arena(memory, "outer momentum", momentum_sizes, device)
-    own = arena(memory, "outer differences", [momentum_sizes[index] for index in narrow], device)
-    differences = dict(zip(narrow, own, strict=True))
+    pieces = [outer_pieces(bucket.spec) for bucket in buckets]
+    anchors, momenta, own = (
+        iter(arena(memory, purpose, [of_bucket[purpose] for of_bucket in pieces if purpose in of_bucket], device))
+        for purpose in OUTER_STATE
+    )
     return [
         OuterBucket(
             bucket=bucket,
-            anchor=anchor,
-            momentum=momentum,
-            difference=differences.get(index, bucket.master_shard.data),
+            anchor=next(anchors),
+            momentum=next(momenta),
+            difference=next(own) if len(of_bucket) == len(OUTER_STATE) else bucket.master_shard.data,
         )
-        for index, (bucket, anchor, momentum) in enumerate(zip(buckets, anchors, momenta, strict=True))
+        for bucket, of_bucket in zip(buckets, pieces, strict=True)
     ]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from mics_strategy.comm.placement import digest
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.grad_scaler import JOB_MESH
 from mics_strategy.engine.handle import Sharded
@@ -50,19 +51,35 @@ class OuterTarget(OptimizerTarget):
         setattr(self._groups.trainable_placement.device_mesh, JOB_MESH, self._groups.island.job_mesh)
         on_gradients = self.engine.on_gradients
 
-        def set_anchor_first() -> None:
-            self.set_anchor()
+        def begin_round() -> None:
+            if not self._has_anchor:
+                self._check_equal()
+                self.fill()
+                self._has_anchor = True
             on_gradients()
 
-        self.engine.on_gradients = set_anchor_first
+        self.engine.on_gradients = begin_round
         sharded.model.register_load_state_dict_post_hook(self._on_load)
 
-    def set_anchor(self) -> None:
-        """Set the anchor to the present parameters, unless a round has one."""
-        if not self._has_anchor:
-            self._has_anchor = True
-            for outer in self.buckets:
-                outer.set_anchor()
+    def fill(self) -> None:
+        """Set the outer state to that of a round which begins with the present parameters, unless one has begun."""
+        for outer in self.buckets if not self._has_anchor else ():
+            outer.set_anchor()
+
+    def _check_equal(self) -> None:
+        """Raise if islands begin a round with different parameters. Collective over all ranks."""
+        digests = [int(digest(outer.bucket.master_shard)) for outer in self.buckets]
+        shard = self._groups.trainable_placement.index
+        by_rank = self._groups.agree_on((shard, digests), "parameters with which a round begins")
+        first = {index: found for index, found in reversed(by_rank)}
+        for rank, (index, found) in enumerate(by_rank):
+            for outer, own, other in zip(self.buckets, found, first[index], strict=True):
+                if own != other:
+                    raise LifecycleError(
+                        f"Islands begin a round with different parameters: unit `{outer.bucket.spec.name}` on rank "
+                        f"{rank}. They were loaded from a checkpoint that was saved between outer steps, or written "
+                        "on some ranks alone. Load optimizers with the model, or the same values on all ranks."
+                    )
 
     def restart(self) -> None:
         """Let the next step begin a round: parameters were loaded, the same on all islands."""
@@ -90,7 +107,7 @@ class OuterTarget(OptimizerTarget):
                 "one optimizer with several parameter groups, one backward for each optimizer, or outer_every=0."
             )
         self.num_in_round += 1
-        is_due = self.num_in_round == self._every
+        is_due = self.num_in_round >= self._every  # a round that was loaded may have been planned longer
         if is_due:
             self._outer_step()
         super().post_step(parameters, exchanges)

@@ -70,12 +70,22 @@ def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
     Raises:
         ConfigError: The engine refuses the configuration in this job.
     """
+    _refuse_outer(config)
     topology = topology_of(cluster)
     return resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
 
 
+def _refuse_outer(config: ShardConfig) -> None:
+    if config.outer_every:
+        raise ConfigError(
+            f"`outer_every={config.outer_every}` is another algorithm than the synchronous training that the planner "
+            "predicts and compares. Plan with outer_every=0; `mics estimate --outer-every` counts memory."
+        )
+
+
 def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
     """Every configuration of the space that the engine accepts in this job."""
+    _refuse_outer(space.base)
     topology, world_size = topology_of(cluster), cluster.world_size
     base = space.base.replace(topology=topology, world_size=world_size)
     degrees = allowed_degrees(topology, world_size)

@@ -23,6 +23,7 @@ from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.plan import UnitPlan
 from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitRule, find_units
+from mics_strategy.outer.state import make_outer_buckets
 from mics_strategy.scopes import resolve_scopes
 from mics_strategy.tuning.coalesce import choose_coalescing
 
@@ -44,6 +45,8 @@ def allocate(
         built = build_units(modules, plan, context)
         add_sharded_parameters(built, modules, context)
         build_engine(built, plan, context)
+        if config.outer_every:
+            make_outer_buckets(built, memory, context.device)
         unit_plans = [unit_plan_of(unit, slot) for unit, slot in zip(built, plan.slots, strict=True)]
         return memory.bytes_by_purpose, groups.resources.num_groups, tuple(unit_plans)
 

@@ -122,3 +122,21 @@ def test_all_islands_skip_a_step_in_which_one_overflows(ranks: RankPool, layout:
     found = ranks(4, train_scaled, config_of("mics", rounds, len(islands[0])), rounds)
     check(found, train_islands(rounds, islands), islands)
     assert [[scale for _, scale in of_rank] for of_rank in found] == [[256.0, *[128.0] * 3, *[64.0] * 3]] * 4
+
+
+def report_of(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> str:
+    return str(start(config, rounds)[1].report())
+
+
+def test_the_summary_at_start_names_the_algorithm_and_its_bytes(ranks: RankPool) -> None:
+    rounds = Rounds(every=3, steps=4)
+    config = config_of("mics", rounds, 2)
+    sent = sum(row.sent_bytes for row in ranks(4, train, config, rounds)[0][2][1] if row.axis == "inter_node")
+    text = ranks(4, report_of, config, rounds)[0]
+    assert (
+        f"2 islands of 2 ranks step alone; every 3 steps an outer step sends {sent / 1e3:.3g} kB. This is not the "
+        "algorithm of synchronous training." in text
+    )
+    assert "optimizer states over 2 of 4 ranks (2 nodes of 2)." in text
+    off = ranks(4, report_of, config.replace(outer_every=0, outer_lr=0.7, outer_momentum=0.9), rounds)[0]
+    assert "island" not in off

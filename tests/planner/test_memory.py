@@ -51,6 +51,7 @@ CONFIGS = [
     ShardConfig.preset("paro-gig", weight_codec="int4", param_dtype="float16", reduce_dtype="float16"),
 ]
 FAST = CONFIGS[:11]
+OUTER = ShardConfig.preset("mics", outer_every=30)
 MODELS = {
     "llama": shape("llama", hidden_size=512, intermediate_size=1376, vocab_size=16000, num_kv_heads=2),
     "gpt2": shape("gpt2", hidden_size=384, intermediate_size=1536, vocab_size=5003),
@@ -122,6 +123,18 @@ def test_frozen_parameters_have_no_gradients_and_no_states(config: ShardConfig) 
     assert 0 < expected.num_trained < description.numel / 100
     check_agreement(description, config, expected)
     check_engine(model, config, expected)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 8), (torch.bfloat16, 2 + 4 + 4)])
+@pytest.mark.parametrize("changes", [{}, {"optimizer": 4, "params": 4, "grads": 4}, {"params": "replicate"}])
+def test_outer_state_is_counted(dtype: torch.dtype, num_bytes: int, changes: dict[str, Any]) -> None:
+    config = OUTER.replace(**changes)
+    expected = estimate_memory(build(MODELS["gpt2"], dtype), config, num_nodes=4, ranks_per_node=8)
+    outer = {name: count for name, count in expected.bytes_by_purpose.items() if name.startswith("outer")}
+    assert abs(sum(outer.values()) - num_bytes * expected.num_trained) < 10_000  # arenas begin at whole lines
+    states = StateFormat(parameter_dtype=dtype, optimizer_bytes=8)
+    check_agreement(describe(MODELS["gpt2"], TOKENS), config, expected, states)
+    check_engine(build(MODELS["gpt2"], dtype), config, expected)
 
 
 def test_parameters_in_bf16_have_cast_gradients() -> None:

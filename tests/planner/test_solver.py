@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner import solver
 from mics_strategy.planner.catalog import describe_model
@@ -305,3 +306,14 @@ def test_simple_and_small_points_win_where_times_are_equal() -> None:
     """On one fast rank a node there is nothing to shard for speed."""
     chosen = solve(workload(), tiny_cluster(nodes=1, ranks_per_node=1), Space()).frontier[0]
     assert scopes_of(chosen) == (1, 1, 1)
+
+
+def test_outer_steps_are_never_chosen_and_not_predicted() -> None:
+    cluster, outer = tiny_cluster(), ShardConfig.preset("mics", outer_every=30)
+    points = plan(workload(), cluster).solution.fitting
+    assert {point.job.config.outer_every for point in points} == {0}
+    words = "`outer_every=30` is another algorithm than the synchronous training that the planner predicts"
+    with pytest.raises(ConfigError, match=words):
+        simulate(workload(), cluster, outer)
+    with pytest.raises(ConfigError, match=words):
+        plan(workload(), cluster, Space(base=outer))

@@ -1,0 +1,177 @@
+"""Islands in a checkpoint (see `mics_strategy.islands`).
+
+The first island's state has the plain names. That of island k is under ``island_<k>``, with the same names. The outer
+state, which is equal on all, has the names of its parameters under ``outer.anchor`` and ``outer.momentum``. Random
+states have the number of their rank, as without islands. A checkpoint without optimizers holds the first island alone.
+
+As many islands load what each of them has saved. Others load the first island's, and only if an outer step came just
+before: then the parameters are those of all islands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mics_strategy.checkpoint.manifest import Manifest
+from mics_strategy.checkpoint.random_states import RNG_KEY
+from mics_strategy.checkpoint.state import MODEL, LocalState, ReplicaId, names_of
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.errors import CheckpointError
+from mics_strategy.outer.target import OuterTarget, outer_of
+
+_OUTER, _ANCHOR, _MOMENTUM = "outer", "anchor", "momentum"
+
+
+def add_islands(local: LocalState, sharded: Sharded, *, has_optimizers: bool) -> None:
+    """Name what this rank's island saves, and add the outer state. Nothing is copied.
+
+    Args:
+        local: State that this rank holds, changed in place.
+        sharded: Model.
+        has_optimizers: Whether optimizers are saved.
+
+    Raises:
+        CheckpointError: Trained parameters are left out, although they differ between islands.
+    """
+    outer, island = outer_of(sharded), sharded.internals.groups.island
+    if outer is None:
+        return
+    local.holder = ReplicaId(island.index, len(island.ranks))
+    number = island.ranks.start // len(island.ranks)
+    if not has_optimizers:
+        if number:
+            local.values, local.copies = {}, {}
+        return
+    _check_complete(local, sharded, outer)
+    if number == 0:
+        outer.fill()
+        local.values[_OUTER] = _outer_state(sharded, outer)
+        local.scalars.update(f"{_OUTER}.{key}.{name}" for key, name in _scalars(outer))
+        return
+    key = f"island_{number}"
+    own = {name: values for name, values in local.values.items() if name != RNG_KEY}
+    local.values = {key: own, RNG_KEY: local.values[RNG_KEY]}
+    local.copies = {
+        name if name.startswith(f"{RNG_KEY}.") else f"{key}.{name}": copy for name, copy in local.copies.items()
+    }
+    local.scalars = {f"{key}.{name}" for name in local.scalars}
+
+
+def _check_complete(local: LocalState, sharded: Sharded, outer: OuterTarget) -> None:
+    names = names_of(sharded.model)
+    missing = [
+        name
+        for parameter in sharded.internals.parameters
+        if parameter.requires_grad and (name := names.get(id(parameter), "")) not in local.values[MODEL]
+    ]
+    if missing and outer.num_in_round:
+        raise CheckpointError(
+            f"Nothing was saved: optimizers are saved without `{missing[0]}`, {outer.num_in_round} steps after an "
+            "outer step, when it differs between islands. Save it in the same checkpoint, or save after a step whose "
+            f"number is a multiple of {sharded.config.outer_every} (`outer_every`)."
+        )
+
+
+def _outer_state(sharded: Sharded, outer: OuterTarget) -> dict[str, Any]:
+    """Views of the outer state, as tensors that are sharded like their parameters."""
+    state: dict[str, dict[str, Any]] = {_ANCHOR: {}, _MOMENTUM: {}}
+    for bucket in outer.buckets:
+        index = bucket.bucket.placement.index
+        slices = zip(bucket.bucket.layout.param_slices, bucket.bucket.sharded_params, strict=True)
+        for param_slice, parameter in slices:
+            for key, values in ((_ANCHOR, bucket.anchor), (_MOMENTUM, bucket.momentum)):
+                state[key][param_slice.name] = parameter.like_self(param_slice.view_in(values, index))
+    return state
+
+
+def _scalars(outer: OuterTarget) -> list[tuple[str, str]]:
+    parameters = [parameter for bucket in outer.buckets for parameter in bucket.bucket.sharded_params]
+    return [(key, p.mics_name) for p in parameters if p.dim() == 0 for key in (_ANCHOR, _MOMENTUM)]
+
+
+def with_islands(manifest: Manifest, sharded: Sharded) -> Manifest:
+    """The manifest of a checkpoint with optimizers, with the number of islands and of steps in their round."""
+    outer = outer_of(sharded)
+    if outer is None:
+        return manifest
+    return dataclasses.replace(manifest, islands=sharded.scopes.num_islands, steps_in_round=outer.num_in_round)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedIsland:
+    """The part of a checkpoint that this rank's island loads.
+
+    Attributes:
+        entries: Metadata of its entries, by their plain names.
+        key: Name under which the checkpoint has them; empty for plain names.
+    """
+
+    entries: Mapping[str, Any]
+    key: str = ""
+
+    def nested(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Nested dicts with plain names, as the checkpoint has them."""
+        if not self.key:
+            return values
+        shared = {name: inner for name, inner in values.items() if name == RNG_KEY}
+        return {**shared, self.key: {name: inner for name, inner in values.items() if name not in shared}}
+
+
+def saved_island(entries: Mapping[str, Any], manifest: Manifest | None, sharded: Sharded) -> SavedIsland:
+    """Find what this rank's island loads.
+
+    Args:
+        entries: Metadata of the entries of the checkpoint, by name.
+        manifest: Manifest; None for a checkpoint of another library.
+        sharded: Model that loads it.
+    """
+    island = sharded.internals.groups.island
+    number = island.ranks.start // len(island.ranks)
+    if manifest is None or manifest.islands != sharded.scopes.num_islands or not number:
+        return SavedIsland(entries)
+    prefix = f"island_{number}."
+    own = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+    shared = {name: entry for name, entry in entries.items() if name.startswith((f"{RNG_KEY}.", f"{_OUTER}."))}
+    return SavedIsland({**own, **shared}, prefix.removesuffix("."))
+
+
+def check_islands(manifest: Manifest | None, sharded: Sharded) -> None:
+    """Check that this job can continue what as many islands have saved. Equal on all ranks.
+
+    Raises:
+        CheckpointError: The job has another number of islands, and the saved ones differ.
+    """
+    if manifest is None or not manifest.steps_in_round or manifest.islands == sharded.scopes.num_islands:
+        return
+    count = sharded.scopes.num_islands
+    job = "this job synchronizes gradients in every step" if count == 1 else f"this job has {count} islands"
+    raise CheckpointError(
+        f"The checkpoint was saved {manifest.steps_in_round} steps after an outer step, when the parameters of its "
+        f"{manifest.islands} islands differed, and {job}. Load it on {manifest.islands} islands (`outer_every`) and "
+        "save after an outer step, load one that was saved there, or load the weights alone, which are the first "
+        "island's."
+    )
+
+
+def load_outer(
+    manifest: Manifest | None, sharded: Sharded, read: Callable[[dict[str, Any]], None], *, has_optimizers: bool
+) -> None:
+    """Continue the round of the checkpoint, or begin one.
+
+    Args:
+        manifest: Manifest; None for a checkpoint of another library.
+        sharded: Model, whose parameters are loaded.
+        read: Function that fills nested dicts with names of the checkpoint.
+        has_optimizers: Whether optimizers are loaded.
+    """
+    outer = outer_of(sharded)
+    if outer is None:
+        return
+    if manifest is None or manifest.islands == 1 or not has_optimizers:
+        outer.restart()
+        return
+    read({_OUTER: _outer_state(sharded, outer)})
+    outer.resume(manifest.steps_in_round)
