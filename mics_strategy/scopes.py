@@ -6,7 +6,6 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ from mics_strategy.comm.route import (
 )
 from mics_strategy.errors import ConfigError
 from mics_strategy.islands import ranks_of_island
-from mics_strategy.topology import LINKS, Axis, Span, Topology
+from mics_strategy.mesh_axis import check_degree, make_axes
+from mics_strategy.topology import Axis, Span, Topology
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
@@ -271,7 +271,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     words["partition"] = partition
     degrees = {name: _ranks_of(getattr(config, name), words) for name in ("params", "grads", "optimizer")}
     for name, degree in {"partition_size": partition, **degrees}.items():
-        _check_degree(name, degree, topology, world_size)
+        check_degree(name, degree, topology, world_size)
     for name in ("params", "grads"):
         if degrees["optimizer"] < degrees[name]:
             raise ConfigError(
@@ -281,7 +281,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     secondary = degrees["params"]
     if config.secondary_params != "none":
         secondary = _ranks_of(config.secondary_params, words)
-        _check_degree("secondary_params", secondary, topology, world_size)
+        check_degree("secondary_params", secondary, topology, world_size)
         if secondary > degrees["params"]:
             raise ConfigError(
                 f"`secondary_params` is sharded over {secondary} ranks, more than `params` over {degrees['params']}: "
@@ -292,7 +292,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     scopes = Scopes(
         world_size=island,
         ranks_per_node=per_node,
-        axes=_make_axes({*degrees.values(), secondary, island}, topology, world_size),
+        axes=make_axes({*degrees.values(), secondary, island}, topology, world_size),
         params=degrees["params"],
         grads=degrees["grads"],
         optimizer=degrees["optimizer"],
@@ -302,9 +302,8 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         codecs=_codecs_of(config),
         num_islands=world_size // island,
     )
-    _check_differences(config, scopes)
-    _check_codecs(config, scopes)
-    _check_accumulation(config, scopes)
+    for check in (_check_differences, _check_codecs, _check_accumulation):
+        check(config, scopes)
     return scopes
 
 
@@ -413,52 +412,3 @@ def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:
 
 def _ranks_of(scope: str | int, words: dict[str, int]) -> int:
     return scope if isinstance(scope, int) else words[scope]
-
-
-def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
-    """Numbers of ranks that a scope may have. They divide the job, and fill its nodes and switches evenly."""
-    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
-    return [d for d in _divisors(world_size) if _nests(d, per_node) and _nests(d, per_switch)]
-
-
-@functools.lru_cache(maxsize=64)
-def _divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a number, in ascending order."""
-    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
-
-
-def _check_degree(name: str, degree: int, topology: Topology, world_size: int) -> None:
-    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
-    allowed = allowed_degrees(topology, world_size)
-    if degree in allowed:
-        return
-    if degree > world_size or world_size % degree:
-        problem = f"does not divide the {world_size} ranks of this job"
-    elif not _nests(degree, per_node):
-        problem = f"straddles nodes of {per_node} ranks"
-    else:
-        problem = f"straddles switches of {topology.nodes_per_switch} nodes, {per_switch} ranks"
-    raise ConfigError(f"`{name}={degree}` {problem}. Use {', '.join(map(str, allowed))}.")
-
-
-def _nests(degree: int, other: int) -> bool:
-    """Whether one of two degrees divides the other."""
-    return degree % other == 0 or other % degree == 0
-
-
-def _make_axes(degrees: set[int], topology: Topology, world_size: int) -> tuple[Axis, ...]:
-    """The axes that are cut at every degree, at the node and at the switch."""
-    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
-    sizes: list[tuple[int, int]] = []
-    inner = 1
-    for degree in sorted({*degrees, per_node, per_switch, world_size} - {1}):
-        if degree % inner:
-            raise ConfigError(
-                f"Scopes of {inner} and {degree} ranks do not nest. Choose numbers of ranks each of which divides the "
-                "next larger one."
-            )
-        sizes.append((degree // inner, inner))
-        inner = degree
-    links = [LINKS[(degree > per_node) + (degree > per_switch)] for degree in (size * stride for size, stride in sizes)]
-    names = [link if links.count(link) == 1 else f"{link}.{links[:i].count(link)}" for i, link in enumerate(links)]
-    return tuple(Axis(name=name, size=size, stride=stride) for name, (size, stride) in zip(names, sizes, strict=True))

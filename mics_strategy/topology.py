@@ -23,7 +23,7 @@ from typing import Any
 from mics_strategy.errors import ConfigError
 
 # Fastest first; names of axes begin with them. A further level is one more here, in `Topology`, `Switches`, `Cluster`,
-# `_make_axes` and `allowed_degrees` of `scopes`; engine and comm follow the axes.
+# `make_axes` and `allowed_degrees` of `mesh_axis`; engine and comm follow the axes.
 LINKS = ("intra_node", "inter_node", "inter_switch")
 
 

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "config_checks",
             "islands",
             "topology",
+            "mesh_axis",
             "scopes",
             "timeline",
             "sharding_report",

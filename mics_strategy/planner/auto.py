@@ -21,6 +21,7 @@ import torch
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
+from mics_strategy.mesh_axis import allowed_degrees
 from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.engine_memory import engine_memory
@@ -36,7 +37,7 @@ from mics_strategy.planner.space import (
     preset_of,
     scoped_configs,
 )
-from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
+from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.text_table import text_table
 from mics_strategy.topology import Topology
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
+from mics_strategy.mesh_axis import allowed_degrees
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import Overheads
-from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
+from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
 
 EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
