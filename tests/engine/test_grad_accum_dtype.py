@@ -1,5 +1,6 @@
 """Sums of micro-steps in bf16: what they are, what they save, and where they are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,23 @@ def test_the_estimate_knows_it() -> None:
     )
     assert before["gradients"] == 2 * after["gradients"] >= 4 * 4 * 1024**2
     assert (before["second-hop staging buffers"] > 0, after["second-hop staging buffers"]) == (True, 0)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/design/memory.md").read_text()
+STATES = ("master shards", "parameter shards", "unsharded parameters", "gradients", "reduced gradients")
+
+
+@pytest.mark.parametrize("preset", ["paro-iig", "paro-nig", "zero1"])
+def test_the_page_has_the_bytes_of_a_parameter(preset: str) -> None:
+    config = ShardConfig.preset(preset, param_dtype="bfloat16", reduce_dtype="bfloat16")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    found = []
+    for each in (config, config.replace(**BF16)):
+        estimate = estimate_memory(model, each, num_nodes=2, ranks_per_node=2)
+        states = sum(estimate.bytes_by_purpose[purpose] for purpose in STATES)
+        found.append((states + 8 * estimate.num_trained) / (8 * 1024**2))
+    assert f"| `{preset}` | {found[0]:g} | {found[1]:g} |" in PAGE
 
 
 @pytest.mark.parametrize(
