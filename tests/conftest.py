@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.interpreters import python_path
 from tests.ranks import RankPool
 from tests.seeds import seed_generators
 from tests.shared_jobs import Batches, SharedJobs, siblings
@@ -35,6 +36,9 @@ from tests.tiers import is_interpreter, left_out
 # Forked and started processes inherit it.
 if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# For interpreters that tests start with this environment.
+os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
 _pool = pytest.StashKey[RankPool]()
 _batches = pytest.StashKey[dict[tuple[str, str], Batches]]()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import python_path
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +19,7 @@ AUTOLOAD = ROOT / "mics_strategy" / "autoload"
 
 def _python(code: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
+    env = {**os.environ, "PYTHONPATH": python_path(*path), **environment}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=env,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import python_path
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "own-script.md").read_text()
 
@@ -24,7 +26,7 @@ def test_two_boxes_that_are_one_machine_train(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = {"10.0.0.1": "127.0.0.1", "29500": str(port), "--nproc-per-node 4": "--nproc-per-node 2"}
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     boxes = []
     for command in blocks(PAGE, "bash")[:2]:

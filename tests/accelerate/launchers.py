@@ -8,6 +8,8 @@ from pathlib import Path
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_multi_gpu_env
 
+from tests.interpreters import python_path
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -44,7 +46,7 @@ def started(folder: Path, *command: object, **env: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         [str(BIN / str(command[0])), *map(str, command[1:])],
         cwd=folder,
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env={**kept, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from tests.interpreters import python_path
 from tests.lightning.fabric_runs import launched, train, values
 from tests.lightning.modules import Net
 from tests.lightning.runs import assert_same, run
@@ -62,7 +63,8 @@ def test_a_script_runs_on_the_ranks_that_it_or_a_launcher_starts(
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace(LAUNCHING, launching))
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {**{k: v for k, v in os.environ.items() if k not in names}, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    kept = {k: v for k, v in os.environ.items() if k not in names}
+    env = {**kept, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *start, "script.py"]
     script = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -12,6 +12,7 @@ import torch
 
 from mics_strategy import CheckpointError
 from mics_strategy.lightning import MiCSStrategy
+from tests.interpreters import python_path
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import assert_same, fitted, run, trainer
 from tests.ranks import RankContext, RankPool
@@ -43,7 +44,8 @@ def _run_script(directory: Path) -> str:
     """Run it with all the ranks that it starts, and end them with it; return what went wrong."""
     (directory / "script.py").write_text(SCRIPT)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {**{k: v for k, v in os.environ.items() if k not in names}, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    kept = {k: v for k, v in os.environ.items() if k not in names}
+    env = {**kept, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "script.py"]
     script = subprocess.Popen(
         command, cwd=directory, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -31,6 +31,7 @@ from mics_strategy.planner.workload import Workload
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.simulated_ranks import simulate_gpus
 from tests.cuda_harness.streams import machine as current_machine
+from tests.interpreters import python_path
 from tests.planner.jobs import tiny_cluster
 from tests.ranks import RankContext, RankPool
 
@@ -223,7 +224,7 @@ def test_without_a_launcher_the_command_says_how_to_start_it(
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mics_strategy.cli"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, check=False)
 
 

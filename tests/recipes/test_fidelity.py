@@ -19,6 +19,7 @@ from recipes import fidelity
 from recipes.curves import CONTROL, REFERENCE, TOLERANCE, Curve, compare, failures, read_curve, table, write_files
 from recipes.errors import RecipeError
 from recipes.fidelity import STRATEGIES, jobs, main
+from tests.interpreters import python_path
 
 
 def curve(strategy: str, factor: float = 1.0, *, is_quantized: bool = False) -> Curve:
@@ -156,7 +157,7 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
     small = ("--ranks=2", "--steps=4", "--source=grammar", "--global-batch=4", "--strategies=zero3,zeropp")
     command = [sys.executable, "-m", "recipes.fidelity", "--family=bert", *small]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(repository)}
     folders = [f"--cache-dir={cache_dir}", f"--out={tmp_path}"]
     result = subprocess.run(
         [*command, *folders], cwd=repository, env=environment, capture_output=True, text=True, check=False

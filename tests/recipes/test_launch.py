@@ -27,6 +27,7 @@ import yaml
 from mics_strategy import cli
 from recipes import launch
 from recipes.launch import KINDS, main
+from tests.interpreters import python_path
 
 SIZES = [("llama-7b", 16, 8), ("bert-base", 1, 8), ("roberta-20b", 4, 8)]
 
@@ -295,7 +296,8 @@ def test_a_file_really_trains(
     kind: str, repository: Path, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     torchrun = f'#!/usr/bin/env bash\nexec {sys.executable} -m torch.distributed.run "$@"\n'
-    environment = programs(tmp_path, srun=SRUN, scontrol=SCONTROL, torchrun=torchrun) | {"PYTHONPATH": str(repository)}
+    environment = programs(tmp_path, srun=SRUN, scontrol=SCONTROL, torchrun=torchrun)
+    environment |= {"PYTHONPATH": python_path(repository)}
     size = ("--nodes=1", "--gpus-per-node=2") if kind == "torchrun" else ("--nodes=2", "--gpus-per-node=1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

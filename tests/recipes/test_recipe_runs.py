@@ -16,6 +16,7 @@ import pytest
 from recipes.config import recipe_files
 from recipes.files import ROOT, name_of
 from recipes.pretrain import main
+from tests.interpreters import python_path
 
 pytestmark = pytest.mark.slow
 ACCELERATE = "--trainer.framework=accelerate"
@@ -33,7 +34,7 @@ def free_ports(count: int) -> list[str]:
 
 
 def run(command: Sequence[str], repository: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), **variables}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(repository), **variables}
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
 
 
