@@ -114,7 +114,7 @@ def test_logs_predictions_and_values_equal_those_of_ddp_in_every_layout(ranks: R
 @pytest.mark.wide(every=5)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
-    run(ranks, 4, compared, ["mics"], options, ranks_per_node=2)
+    run(ranks, 2, compared, ["mics"], options)
 
 
 LOW_PRECISION: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ def evaluated_first(ctx: RankContext) -> None:
 
 @pytest.mark.slow
 def test_evaluating_before_training_changes_nothing(ranks: RankPool) -> None:
-    run(ranks, 4, evaluated_first, ranks_per_node=2)
+    run(ranks, 2, evaluated_first)
 
 
 def several_models(ctx: RankContext) -> list[Any]:
@@ -264,7 +264,7 @@ def test_optimizers_that_are_passed_are_refused_by_transformers(ranks: RankPool)
 
 @pytest.mark.slow
 def test_an_optimizer_made_by_a_subclass_trains_as_with_ddp(ranks: RankPool) -> None:
-    run(ranks, 4, compared, ["mics"], {"cls": "OwnOptimizer"}, ranks_per_node=2)
+    run(ranks, 2, compared, ["mics"], {"cls": "OwnOptimizer"})
 
 
 def scaled(config: Any, folder: str, resumed: str | None = None, max_grad_norm: float = 1.0) -> Any:

@@ -224,7 +224,7 @@ def with_weights_only(ctx: RankContext) -> None:
 
 @pytest.mark.slow
 def test_weights_alone_are_saved_and_resumed_as_with_ddp(ranks: RankPool) -> None:
-    run(ranks, 4, with_weights_only, ranks_per_node=2)
+    run(ranks, 2, with_weights_only)
 
 
 def test_weights_alone_in_shards_are_refused(ranks: RankPool) -> None:
@@ -257,7 +257,7 @@ def after_ddp(ctx: RankContext) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_ddp_is_continued(ranks: RankPool) -> None:
-    run(ranks, 4, after_ddp, ranks_per_node=2)
+    run(ranks, 2, after_ddp)
 
 
 def damaged(ctx: RankContext) -> None:

@@ -62,7 +62,7 @@ def test_fine_tuning_equals_ddp_in_every_layout(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("options", FINE_TUNING.values(), ids=FINE_TUNING)
 def test_fine_tuning_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
-    run(ranks, 4, compared, sft, ["mics"], options, ranks_per_node=2)
+    run(ranks, 2, compared, sft, ["mics"], options)
 
 
 def test_autocast_over_fp32_gathers_is_that_of_ddp(ranks: RankPool) -> None:
@@ -115,7 +115,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 @pytest.mark.wide(every=2)
 @pytest.mark.parametrize("options", PREFERENCES.values(), ids=PREFERENCES)
 def test_preferences_are_learnt_as_with_ddp_against(ranks: RankPool, options: dict[str, Any]) -> None:
-    run(ranks, 4, compared, dpo, ["mics"], options, ranks_per_node=2)
+    run(ranks, 2, compared, dpo, ["mics"], options)
 
 
 def reference(ctx: RankContext) -> None:
@@ -136,7 +136,7 @@ def test_a_reference_model_is_sharded_as_the_model_is(ranks: RankPool) -> None:
 
 
 def test_rewards_are_learnt_as_with_ddp(ranks: RankPool) -> None:
-    run(ranks, 4, compared, reward, ["mics"], {}, ranks_per_node=2)
+    run(ranks, 2, compared, reward, ["mics"], {})
 
 
 def policies(ctx: RankContext, options: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def saved_and_resumed(ctx: RankContext) -> None:
 
 
 def test_fine_tuning_resumes_exactly_and_leaves_what_from_pretrained_loads(ranks: RankPool) -> None:
-    run(ranks, 4, saved_and_resumed, ranks_per_node=2)
+    run(ranks, 2, saved_and_resumed)
 
 
 def with_layers_by_size(ctx: RankContext, config: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import warnings
 from pathlib import Path
@@ -57,3 +58,12 @@ def run_here(repository: Path, *arguments: str) -> str:
         main(arguments)
     AcceleratorState._reset_state(reset_partial_state=True)
     return output.getvalue()
+
+
+def check_run(output_dir: Path) -> None:
+    """Check that a run of a small version has taken two steps, and validated before and after them."""
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
+    assert all(0 < loss < 20 for loss in losses)
+    assert [record["step"] for record in records if "validation_loss" in record] == [0, 2]

@@ -17,6 +17,7 @@ from recipes.config import recipe_files
 from recipes.files import ROOT, name_of
 from recipes.pretrain import main
 from tests.interpreters import python_path
+from tests.recipes.short_runs import check_run
 
 pytestmark = pytest.mark.slow
 ACCELERATE = "--trainer.framework=accelerate"
@@ -36,14 +37,6 @@ def free_ports(count: int) -> list[str]:
 def run(command: Sequence[str], repository: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(repository), **variables}
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
-
-
-def check_run(output_dir: Path) -> None:
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
-    assert [record["step"] for record in records if "loss" in record] == [1, 2]
-    assert all(0 < loss < 20 for loss in losses)
-    assert [record["step"] for record in records if "validation_loss" in record] == [0, 2]
 
 
 @pytest.mark.timeout(900)
@@ -95,16 +88,6 @@ def test_accelerate_trains_as_lightning_does(repository: Path, cache_dir: Path, 
     assert len(records["lightning"]) == 6
     for one, other in zip(records["lightning"], records["accelerate"], strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-
-
-def test_torchrun_starts_the_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
-    options = ("--ci", f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = run([*torchrun, "-m", "recipes.pretrain", "bert-base", *options], repository)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("bert-base: bert") == 1
-    assert "bits per byte" not in result.stdout  # hidden tokens have no code length
-    check_run(tmp_path)
 
 
 def test_a_launcher_with_other_ranks_is_refused(
