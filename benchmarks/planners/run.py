@@ -29,6 +29,9 @@ _OFFLOADS = ("gb200", "gb300", "gh200")  # to a host by NVLink, in place of reco
 # Every how many layers one keeps its activations, where recomputation is selective: torchtitan's keeps every second
 # product, IBM's skips some of the layers.
 _KEPT_LAYERS = (2, 3, 4, 8)
+# Systems whose configurations recompute a dense model on several GPUs. NeMo AutoModel: `activation_checkpointing` of
+# all such files that its docs/performance-summary.mdx names.
+_RECOMPUTING = r"automodel"
 _LIKELY_FILL = 0.85  # of a device's memory, for a choice that is not stated: people leave a margin
 _LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
 
@@ -146,8 +149,9 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
     batch, num_micro_steps = _batch(run)
     if not batch and not run.row.text("seq_len"):
         raise NotPredictable("neither the batch nor the length of its samples is stated")
-    stated = run.row.recomputes
-    recomputed = run.row.words("activation_ckpt")
+    stated, recomputed = run.row.recomputes, run.row.words("activation_ckpt")
+    is_known = not recomputed and run.row.world_size != 1 and re.search(_RECOMPUTING, run.row.words("system"))
+    stated = True if is_known else stated
     is_selective = "sel" in recomputed or recomputed == "op"
     tries = [(stated or is_selective, 0)] if stated is not None or is_selective else [(False, 0), (True, 0)]
     if is_selective:
@@ -160,8 +164,9 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
         notes = (*notes, "activations that do not fit are offloaded to the host under the compute")
     elif is_selective:
         notes = (*notes, "selective recomputation: one of so many layers keeps its activations, as many as fit")
-    elif len(tries) > 1:
-        notes = (*notes, "recomputation not stated: none, where it fits")
+    elif is_known or len(tries) > 1:
+        kind = "as in the system's configurations" if is_known else "none, where it fits"
+        notes = (*notes, f"recomputation not stated: {kind}")
     for size in batches:
         for recompute, kept_layers in tries:
             job = _make(run, size, num_micro_steps or 1, recompute, kept_layers)

@@ -116,6 +116,13 @@ def test_kernels_recomputation_and_precision_have_their_direction() -> None:
     assert value(interconnect_inter="10 GbE") < 0.1 * base
 
 
+def test_a_system_whose_configurations_recompute_does_so_where_a_row_does_not_say() -> None:
+    changes = {"system": "FSDP2 (Automodel)", "compile": ""}
+    assert value(**changes, activation_ckpt="") == value(**changes, activation_ckpt="y")
+    alone = {**changes, "total_gpus": "1", "nodes": "1", "gpus_per_node": "1", "model": "Qwen2.5 0.5B", "params": ""}
+    assert value(**alone, activation_ckpt="") == value(**alone, activation_ckpt="n")
+
+
 def test_links_are_read_in_any_form() -> None:
     def node_bits_per_s(text: str) -> float:
         cluster = read_run(row(interconnect_inter=text)).testbed.cluster
@@ -138,8 +145,8 @@ def test_the_frozen_half_is_predicted_as_well_as_before(frozen: list[ScoredRow])
     score = Score.of([r for r in frozen if not r.reason])
     assert score.count >= 69
     assert score.median <= 0.056
-    assert score.mean <= 0.070
-    assert abs(score.worst) <= 0.47
+    assert score.mean <= 0.063
+    assert abs(score.worst) <= 0.23
     kept, pairs = order_kept(frozen)
     assert kept >= 0.95 * pairs
 
