@@ -99,7 +99,7 @@ class PublishedJob:
 
     def flop_per_s(self, *, counts_recomputation: bool) -> float:
         """FLOP per second and rank, as papers count them."""
-        flop = self.model.flop[counts_recomputation and self.job.recompute]
+        flop = self.model.flop[counts_recomputation and bool(self.job.recompute)]
         return flop * self.samples_per_s / self.world_size
 
 

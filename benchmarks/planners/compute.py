@@ -61,7 +61,6 @@ class Arithmetic:
         is_rowwise: Whether each row of an 8-bit matrix has a scale of its own.
         is_fp32: Whether everything is in fp32.
         is_lora: Whether adapters alone are trained.
-        kept_layers: Every how many layers one keeps its activations where others are recomputed; 0 where none does.
         kernels: Kernels that are no matrix products: "fused" by a compiler or by hand, "partly" with kernels for norms
             and rotations, or "eager".
         stops_early: Whether recomputation ends at the last activation that is kept.
@@ -76,7 +75,6 @@ class Arithmetic:
     is_lora: bool = False
     kernels: str = "eager"
     stops_early: bool = True
-    kept_layers: int = 0
     optimizer_bytes: int = _FUSED_ADAM_BYTES
     replicated: float = 0.0
 
@@ -104,11 +102,11 @@ def describe_run(model: RunModel, tokens: int, arithmetic: Arithmetic) -> ModelD
     is_fused = arithmetic.kernels == "fused" or model.shape.family != "llama"
     shape = dataclasses.replace(model.shape, num_positions=0, is_fused=is_fused)
     described = describe(shape, tokens, 4 if arithmetic.is_fp32 else 2)
-    units = tuple(_unit(unit, index, arithmetic) for index, unit in enumerate(described.units))
+    units = tuple(_unit(unit, arithmetic) for unit in described.units)
     return dataclasses.replace(described, units=units)
 
 
-def _unit(unit: UnitModel, index: int, arithmetic: Arithmetic) -> UnitModel:
+def _unit(unit: UnitModel, arithmetic: Arithmetic) -> UnitModel:
     tensor = arithmetic.tensor
     divided = arithmetic.replicated + (1 - arithmetic.replicated) / tensor
     parameters = tuple(_parameter(p, arithmetic) for p in unit.parameters)
@@ -123,7 +121,6 @@ def _unit(unit: UnitModel, index: int, arithmetic: Arithmetic) -> UnitModel:
         input_bytes=round(unit.input_bytes / (1 if arithmetic.replicated else tensor)),
         working_bytes=round(unit.working_bytes / tensor),
         freed_bytes=round(unit.freed_bytes / tensor),
-        is_layer=unit.is_layer and not (arithmetic.kept_layers and index % arithmetic.kept_layers == 0),
     )
 
 

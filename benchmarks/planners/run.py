@@ -153,9 +153,9 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
     is_known = not recomputed and run.row.world_size != 1 and re.search(_RECOMPUTING, run.row.words("system"))
     stated = True if is_known else stated
     is_selective = "sel" in recomputed or recomputed == "op"
-    tries = [(stated or is_selective, 0)] if stated is not None or is_selective else [(False, 0), (True, 0)]
+    tries: list[float] = [False, True] if stated is None else [stated]
     if is_selective:
-        tries = [(True, kept) for kept in _KEPT_LAYERS]
+        tries = [1 - 1 / kept for kept in _KEPT_LAYERS]
     if len(tries) > 1 and run.testbed.cluster.device.name.startswith(_OFFLOADS):
         tries = tries[:1]
     batches = [batch] if batch else _likely_batches(run)
@@ -168,18 +168,17 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
         kind = "as in the system's configurations" if is_known else "none, where it fits"
         notes = (*notes, f"recomputation not stated: {kind}")
     for size in batches:
-        for recompute, kept_layers in tries:
-            job = _make(run, size, num_micro_steps or 1, recompute, kept_layers)
+        for recompute in tries:
+            job = _make(run, size, num_micro_steps or 1, recompute)
             share = 1.0 if stated is not None else _LIKELY_FILL
-            is_last = (size, (recompute, kept_layers)) == (batches[-1], tries[-1])
+            is_last = (size, recompute) == (batches[-1], tries[-1])
             if is_last or (fits(job) and peak_bytes(job) <= share * job.job.cluster.device.memory_bytes):
                 return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), size, num_micro_steps or 1
     raise NotPredictable("no micro-batch can be tried")
 
 
-def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: bool, kept_layers: int) -> PublishedJob:
-    arithmetic = dataclasses.replace(run.arithmetic, kept_layers=kept_layers)
-    description = describe_run(run.model, run.tokens, arithmetic)
+def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: float) -> PublishedJob:
+    description = describe_run(run.model, run.tokens, run.arithmetic)
     shape = run.model.shape
     flop = tuple(megatron_flop(shape, run.tokens, recomputes=recomputes) for recomputes in (False, True))
     model = PublishedModel(
@@ -193,7 +192,8 @@ def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: bool, kep
         "precision": "fp32" if run.arithmetic.is_fp32 else "bf16 mixed",
     }
     job = make_job(PublishedRow(cells), run.system, run.testbed, run.num_ranks, model)
-    return dataclasses.replace(job, job=with_arithmetic(job.job, run.model, run.tokens, arithmetic))
+    recomputing = dataclasses.replace(job.job, recompute=recompute)
+    return dataclasses.replace(job, job=with_arithmetic(recomputing, run.model, run.tokens, run.arithmetic))
 
 
 def _batch(run: Run) -> tuple[int, int]:

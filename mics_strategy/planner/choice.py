@@ -17,6 +17,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.certainty import Certainty, certainty
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.recompute import Recompute, recompute_phrase, recompute_word
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, solve, tie_order
@@ -91,7 +92,7 @@ def simulate(
     config: ShardConfig,
     *,
     micro_batch: int | None = None,
-    recompute: bool | None = None,
+    recompute: Recompute | None = None,
 ) -> SimulatedStep:
     """Simulate one optimizer step of a configuration.
 
@@ -100,14 +101,14 @@ def simulate(
         cluster: Cluster.
         config: Configuration with explicit scopes; dtypes that are ``"auto"`` are those of the workload.
         micro_batch: Samples of one forward on a rank; by default the workload's, which must then be a number.
-        recompute: Whether layers are recomputed; by default the workload's.
+        recompute: As in `Workload`; by default the workload's.
 
     Raises:
         ConfigError: A value is left to the planner, or is impossible on this cluster.
     """
     samples = workload.micro_batch if micro_batch is None else micro_batch
     recomputes = workload.recompute if recompute is None else recompute
-    if isinstance(samples, str) or isinstance(recomputes, str):
+    if isinstance(samples, str) or recomputes == "auto":
         raise ConfigError(
             f"`micro_batch={samples!r}` and `recompute={recomputes!r}`: a simulation needs values. State both, or "
             "let `plan()` choose them."
@@ -196,8 +197,8 @@ class Choice:
         return self.step.job.num_micro_steps
 
     @property
-    def recompute(self) -> bool:
-        """Whether layers are to be checkpointed."""
+    def recompute(self) -> Recompute:
+        """Which layers are to be checkpointed, as in `Workload`."""
         return self.step.job.recompute
 
     def strategy(self, **options: Any) -> Any:
@@ -325,7 +326,7 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
     )
     yield (
         f"{_counted(job.num_micro_steps, 'micro-step')} of {_counted(job.micro_batch, 'sample')}"
-        f"{', layers recomputed' if job.recompute else ''}"
+        f"{recompute_phrase(job.recompute)}"
     )
     yield (
         f"step {step.step_s:.4g} s: compute {step.compute_s:.4g}, waiting and slowed {step.exposed_s:.4g}; "
@@ -363,7 +364,7 @@ def _point_row(point: Point, chosen: SimulatedStep) -> tuple[str, ...]:
         str(scopes.secondary) if scopes.has_secondary else "",
         "+".join(codecs),
         str(job.micro_batch),
-        "yes" if job.recompute else "no",
+        recompute_word(job.recompute),
         f"{'~' if _is_within(point, chosen) else ''}{seconds:.4g}",
         f"{point.memory.total_bytes / 1e9:.1f}",
     )

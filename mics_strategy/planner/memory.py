@@ -24,6 +24,7 @@ from mics_strategy.engine.memory_plan import MemoryPlan
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.model import ModelDescription, UnitModel
+from mics_strategy.planner.recompute import Recompute, kept_and_made_bytes, recomputed_units
 from mics_strategy.scopes import Scopes
 
 # Context of CUDA, and the workspace of cuBLAS. Assumed.
@@ -42,11 +43,11 @@ class MicroBatch:
 
     Attributes:
         samples: Samples of the micro-batch.
-        recomputes: Whether activations of layers are recomputed in the backward.
+        recomputes: Which activations of layers are recomputed in the backward.
     """
 
     samples: int = 1
-    recomputes: bool = False
+    recomputes: Recompute = False
 
     def __post_init__(self) -> None:
         if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
@@ -174,11 +175,12 @@ def activation_bytes(units: Iterable[UnitModel], batch: MicroBatch) -> dict[str,
         batch: Micro-batch.
     """
     layers_kept = outside = freed = outside_working = layer_peak = 0
-    for unit in units:
+    units = tuple(units)
+    for unit, is_recomputed in zip(units, recomputed_units(units, batch.recomputes), strict=True):
         if unit.is_layer:
-            layers_kept += unit.input_bytes if batch.recomputes else unit.saved_bytes
-            recomputed = unit.saved_bytes if batch.recomputes else 0
-            layer_peak = max(layer_peak, recomputed + unit.working_bytes)
+            kept, made = kept_and_made_bytes(unit, batch.recomputes) if is_recomputed else (unit.saved_bytes, 0)
+            layers_kept += kept
+            layer_peak = max(layer_peak, made + unit.working_bytes)
         else:
             outside += unit.saved_bytes
             freed += unit.freed_bytes

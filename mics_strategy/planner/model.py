@@ -36,6 +36,19 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Attention of one unit and one sample, with the matrix products in front of it.
+
+    Attributes:
+        saved_bytes: Bytes that it keeps for the backward: query, key, value, output and sums of rows.
+        inputs_flop: FLOP of the matrix products.
+    """
+
+    saved_bytes: int = 0
+    inputs_flop: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModel:
     """One unit of a model: parameters, and what one sample costs in it.
@@ -49,6 +62,7 @@ class UnitModel:
         attention_flop: FLOP of fused attention among `forward_flop`.
         attention_share: Share of its best speed at which attention runs with this length and head size; see
             `attention_speed`.
+        attention: What recomputing attention alone frees and costs.
         tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing behind
             it is kept.
         width: Elements of a token in its matrix products, 0 where that is not known.
@@ -74,6 +88,7 @@ class UnitModel:
     is_layer: bool = True
     attention_flop: float = 0.0
     attention_share: float = 1.0
+    attention: FusedAttention = FusedAttention()
     tail_flop: float = 0.0
     width: int = 0
 

@@ -14,11 +14,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mics_strategy.engine.units import LARGE_NUMEL, MIN_SHARE
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel, attention_speed
+from mics_strategy.planner.model import FusedAttention, ModelDescription, ParameterShape, UnitModel, attention_speed
 
 CAUSAL_FAMILIES = ("llama", "gpt2")
 FAMILIES = (*CAUSAL_FAMILIES, "bert", "roberta")
@@ -171,6 +171,7 @@ def _unit(
         forward_flop=cost.forward_flop,
         attention_flop=cost.attention_flop,
         attention_share=cost.attention_share,
+        attention=cost.attention,
         tail_flop=cost.tail_flop,
         width=cost.width,
         saved_bytes=cost.saved_bytes,
@@ -308,6 +309,7 @@ class _Cost:
     forward_flop: float = 0.0
     attention_flop: float = 0.0
     attention_share: float = 1.0
+    attention: FusedAttention = field(default_factory=FusedAttention)
     tail_flop: float = 0.0
     width: int = 0
     saved_bytes: int = 0
@@ -345,6 +347,7 @@ def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
         forward_flop=s * (2.0 * shape.layer_weights + scores),
         attention_flop=float(s * scores),
         attention_share=attention_speed(s, h // shape.num_heads),
+        attention=FusedAttention(s * attention, 2.0 * s * h * (h + 2 * k)),
         tail_flop=2.0 * s * h * f,
         width=h,
         saved_bytes=s * saved,

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel, attention_speed
+from mics_strategy.planner.model import FusedAttention, ModelDescription, ParameterShape, UnitModel, attention_speed
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -116,6 +116,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             ),
             forward_flop=float(cost.flop),
             attention_flop=float(cost.attention_flop),
+            attention=FusedAttention(cost.attention_bytes, float(cost.attention_inputs_flop)),
             attention_share=cost.attention_flop / cost.attention_cost if cost.attention_cost else 1.0,
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
@@ -142,6 +143,8 @@ class _Cost:
     flop: int = 0
     attention_flop: int = 0
     attention_cost: int = 0  # FLOP over the share of the best speed
+    attention_bytes: int = 0
+    attention_inputs_flop: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
     working_bytes: int = 0
@@ -347,12 +350,15 @@ class _Recorder(TorchDispatchMode):
         if not self.is_backward:
             self.costs[self._running[-1]].flop += round(flop)
 
-    def count_attention(self, flop: float, share: float) -> None:
-        """Count FLOP of fused attention at a share of its best speed."""
-        self.count(flop)
+    def count_attention(self, flop: float, share: float, num_bytes: int) -> None:
+        """Count FLOP of fused attention at a share of its best speed, and the bytes that it saves."""
         if not self.is_backward:
-            self.costs[self._running[-1]].attention_flop += round(flop)
-            self.costs[self._running[-1]].attention_cost += round(flop / share)
+            cost = self.costs[self._running[-1]]
+            cost.attention_inputs_flop = cost.flop - cost.attention_flop
+            cost.attention_flop += round(flop)
+            cost.attention_cost += round(flop / share)
+            cost.attention_bytes += num_bytes
+        self.count(flop)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -403,7 +409,9 @@ class _FusedKernels(TorchFunctionMode):
         is_causal = is_causal or (len(masks) > 2 and bool(masks[2]))  # after the mask and the dropout
         scores = query.shape[:-1].numel() * key.shape[-2]
         flop = 2 * scores * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
-        self._recorder.count_attention(flop, attention_speed(key.shape[-2], query.shape[-1]))
+        rows, width = query.shape[:-1].numel(), query.shape[-1] + value.shape[-1]
+        num_bytes = query.itemsize * (rows * width + key.numel() + value.numel()) + 4 * rows
+        self._recorder.count_attention(flop, attention_speed(key.shape[-2], query.shape[-1]), num_bytes)
         out: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return out
 

@@ -12,6 +12,7 @@ from mics_strategy.errors import MiCSError
 from mics_strategy.planner.choice import Choice, plan, step_json
 from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, codec_pairs, workload_of
+from mics_strategy.planner.recompute import recompute_word
 from mics_strategy.planner.report import Section, print_report
 from mics_strategy.planner.space import Space
 from mics_strategy.planner.upgrades import Upgrade, concessions, upgrades
@@ -81,7 +82,7 @@ def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: st
                 f"{speedup:.2f}x",
                 f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
                 str(step.job.micro_batch),
-                "yes" if step.job.recompute else "no",
+                recompute_word(step.job.recompute),
                 f"{step.step_s:.4g}",
                 f"{step.memory.total_bytes / 1e9:.1f}",
             )

@@ -21,13 +21,13 @@ from mics_strategy.planner.cluster import Cluster, is_cluster_file
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_sources import ModelSource
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.planner.recompute import parse_recompute
 from mics_strategy.planner.workload import DTYPES, Workload
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change
 _EXAMPLES = {"--seq-len": "2048", "--global-batch-tokens": "4M, which is 4,194,304 where the ranks divide that"}
-_RECOMPUTE: dict[str, bool | str] = {"yes": True, "no": False, "auto": "auto"}
 _MODEL_HELP = "name in the catalog, of a recipe or of transformers, config.json or its folder, module:factory"
 
 
@@ -44,7 +44,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
         help="the same in tokens; 512k is 524,288 where the ranks divide it, or else rounded to what they divide",
     )
     parser.add_argument("--micro-batch", default="auto", help="samples of one forward on a rank; default: auto")
-    parser.add_argument("--recompute", default="auto", help="recompute layers: yes, no or auto; default: auto")
+    parser.add_argument("--recompute", default="auto", help="recompute layers: yes, no, auto, attention, 1/2")
     parser.add_argument("--param-dtype", default="bfloat16", help="dtype of gathered parameters; default: bfloat16")
     parser.add_argument("--reduce-dtype", default="float32", help="dtype of gradients on the wire; default: float32")
     parser.add_argument("--master-dtype", default="float32", help="dtype that the optimizer updates; default: float32")
@@ -109,7 +109,6 @@ def workload_of(options: Namespace, world_size: int) -> Workload:
     """
     for name in ("param_dtype", "reduce_dtype", "master_dtype"):
         choice(f"--{name.replace('_', '-')}", getattr(options, name), DTYPES)
-    choice("--recompute", options.recompute, _RECOMPUTE)
     if (options.global_batch is None) == (options.global_batch_tokens is None):
         found = "neither was given" if options.global_batch is None else "both were given"
         raise ConfigError(
@@ -126,7 +125,7 @@ def workload_of(options: Namespace, world_size: int) -> Workload:
         model=model,
         global_batch=global_batch,
         micro_batch="auto" if options.micro_batch == "auto" else count("--micro-batch", options.micro_batch),
-        recompute=_RECOMPUTE[options.recompute],
+        recompute=parse_recompute(options.recompute),
         master_dtype=options.master_dtype,
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,

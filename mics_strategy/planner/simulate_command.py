@@ -125,7 +125,7 @@ def _step(config: ShardConfig | None, workload: Workload, cluster: Cluster) -> S
             "`--micro-batch auto` with stated scopes: a simulation needs a number. Add for example `--micro-batch 1`, "
             "or leave out the scopes."
         )
-    recompute = False if workload.recompute == "auto" else bool(workload.recompute)
+    recompute = False if workload.recompute == "auto" else workload.recompute
     return simulate(workload, cluster, config, recompute=recompute)
 
 

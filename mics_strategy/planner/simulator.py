@@ -25,6 +25,7 @@ from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.event_queue import Slowdown, Times, run
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model import UnitModel
+from mics_strategy.planner.recompute import ATTENTION, Recompute, recomputed_units
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import COLLECTIVES, Scopes
@@ -51,7 +52,7 @@ class Job:
         config: Configuration, whose scopes and dtypes apply.
         scopes: Its ranks and axes in this job.
         micro_batch: Samples of one forward on a rank.
-        recompute: Whether layers are recomputed in the backward.
+        recompute: Which activations of layers are recomputed in the backward.
     """
 
     workload: Workload
@@ -59,7 +60,7 @@ class Job:
     config: ShardConfig
     scopes: Scopes
     micro_batch: int
-    recompute: bool
+    recompute: Recompute
 
     @property
     def num_micro_steps(self) -> int:
@@ -127,9 +128,10 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     if job.workload.measured is not None:
         return _measured_times(job, job.workload.measured)
     times = []
-    for unit in job.workload.model.units:
+    units = job.workload.model.units
+    for unit, is_recomputed in zip(units, recomputed_units(units, job.recompute), strict=True):
         forward_s, backward_s = compute_times(unit, job.micro_batch, job.cluster.device)
-        recompute_s = recompute_seconds(unit, job.micro_batch, job.cluster.device)
+        recompute_s = recompute_seconds(unit, job.micro_batch, job.cluster.device, job.recompute)
         measured = job.cluster.slowest_node_factor
         slowest = measured if measured > 1 else straggler_factor(job.cluster.num_nodes)
         forward_s, recompute_s, backward_s = (s * slowest for s in (forward_s, recompute_s, backward_s))
@@ -137,7 +139,7 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
             UnitTime(
                 name=unit.name or ROOT_NAME,
                 forward_s=forward_s,
-                recompute_s=recompute_s if job.recompute and unit.is_layer else 0.0,
+                recompute_s=recompute_s if is_recomputed else 0.0,
                 backward_s=backward_s,
             )
         )
@@ -147,11 +149,15 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
 def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float, float]:
     """Seconds of the forward and the backward of one unit for so many samples."""
     matmul_s = (unit.forward_flop - unit.attention_flop) * samples / matmul_flop_per_s(unit, device)
-    attention_flop_per_s = device.sustained_flop_per_s * device.attention_share * unit.attention_share
-    attention_s = unit.attention_flop * samples / attention_flop_per_s
+    attention_s = _attention_seconds(unit, samples, device)
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
     forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
     return forward_s, 2 * matmul_s + ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
+
+
+def _attention_seconds(unit: UnitModel, samples: int, device: Device) -> float:
+    flop_per_s = device.sustained_flop_per_s * device.attention_share * unit.attention_share
+    return unit.attention_flop * samples / flop_per_s
 
 
 def straggler_factor(num_nodes: int) -> float:
@@ -170,12 +176,18 @@ def matmul_flop_per_s(unit: UnitModel, device: Device) -> float:
     return device.sustained_flop_per_s * unit.width / (unit.width + _PIPELINE_WIDTH)
 
 
-def recompute_seconds(unit: UnitModel, samples: int, device: Device) -> float:
-    """Seconds of the second forward of one unit, which ends where the last kept activation is there.
+def recompute_seconds(unit: UnitModel, samples: int, device: Device, recompute: Recompute = True) -> float:
+    """Seconds of the second forward of one unit, or of its attention.
+
+    It ends where the last kept activation is there.
 
     Source:
         torch.utils.checkpoint.set_checkpoint_early_stop, which is on for checkpoints that are not reentrant.
     """
+    if recompute == ATTENTION:
+        inputs_s = unit.attention.inputs_flop * samples / matmul_flop_per_s(unit, device)
+        pass_s = unit.attention.saved_bytes * samples / device.sustained_bytes_per_s
+        return inputs_s + _attention_seconds(unit, samples, device) + _FORWARD_PASSES * pass_s
     forward_s, _ = compute_times(unit, samples, device)
     return forward_s - unit.tail_flop * samples / matmul_flop_per_s(unit, device)
 
@@ -194,14 +206,17 @@ def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]
         raise ConfigError(
             f"`micro_batch={job.micro_batch}` was asked for, and {measured.micro_batch} was measured. Measure it, too."
         )
+    if job.recompute == ATTENTION:
+        raise ConfigError("`recompute='attention'` was asked for, and whole units were measured. Use True or False.")
+    is_recomputed = recomputed_units(units, job.recompute)
     return tuple(
         UnitTime(
             name=unit.name or ROOT_NAME,
             forward_s=times.forward_s,
-            recompute_s=_recomputed(times) if job.recompute and unit.is_layer else 0.0,
+            recompute_s=_recomputed(times) if again else 0.0,
             backward_s=times.backward_s,
         )
-        for unit, times in zip(units, measured.units, strict=True)
+        for unit, times, again in zip(units, measured.units, is_recomputed, strict=True)
     )
 
 

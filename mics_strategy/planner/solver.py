@@ -30,6 +30,7 @@ from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
+from mics_strategy.planner.recompute import Recompute
 from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
 from mics_strategy.planner.space import (
@@ -244,7 +245,7 @@ def _preference(point: Point) -> tuple[float, int]:
 
 
 def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
-    recomputes = (False, True) if workload.recompute == "auto" else (bool(workload.recompute),)
+    recomputes = (False, True) if workload.recompute == "auto" else (workload.recompute,)
     batches = [
         MicroBatch(samples=samples, recomputes=recompute)
         for samples in workload.micro_batches(cluster.world_size)
@@ -290,7 +291,7 @@ class _Bounds:
 
     workload: Workload
     times: RoleTimes
-    _micro_steps: dict[tuple[int, bool], float] = field(default_factory=dict)
+    _micro_steps: dict[tuple[int, Recompute], float] = field(default_factory=dict)
     _optimizers: dict[int, float] = field(default_factory=dict)
 
     def of_links(self, scopes: Scopes, buckets_by_kind: Mapping[str, Buckets]) -> _LinkTimes:
@@ -351,7 +352,7 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     do = [_nodes_to_use(job, limit_bytes), f"a device with {memory.total_bytes / 1e9:.1f} GB instead of {device}"]
     if job.micro_batch > 1:
         do.insert(0, "lower `micro_batch`")
-    if not job.recompute:
+    if job.recompute != 1:
         do.insert(0, "set `recompute=True`")
     return (
         f"No plan fits {limit_bytes / 1e9:.1f} GB on a rank of {job.cluster.world_size}: the smallest, parameters over "

@@ -13,6 +13,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.measured import MeasuredCompute
 from mics_strategy.planner.memory import StateFormat
 from mics_strategy.planner.model import ModelDescription
+from mics_strategy.planner.recompute import ATTENTION, Recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,8 +26,9 @@ class Workload:
         model: Model, at the length of its samples.
         global_batch: Samples of one optimizer step on all ranks.
         micro_batch: Samples of one forward on a rank; ``"auto"`` leaves the choice to the planner.
-        recompute: Whether the layers keep only their inputs for the backward; ``"auto"`` leaves the choice to the
-            planner.
+        recompute: Whether the layers keep only their inputs for the backward; a share of them as a number between 0
+            and 1; ``"attention"`` for attention and the projections in front of it alone; ``"auto"`` leaves the choice
+            between all and none to the planner.
         master_dtype: Dtype of the parameters that the optimizer updates.
         param_dtype: Dtype in which parameters are gathered and used.
         reduce_dtype: Dtype of gradients on the wire.
@@ -37,7 +39,7 @@ class Workload:
     model: ModelDescription
     global_batch: int
     micro_batch: int | str = "auto"
-    recompute: bool | str = "auto"
+    recompute: Recompute = "auto"
     master_dtype: str = "float32"
     param_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
@@ -54,8 +56,16 @@ class Workload:
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not is_count and value not in words:
                 raise ConfigError(f"`{name}={value!r}` is not a number of 1 or more. Use one{_or(words)}.")
-        if not isinstance(self.recompute, bool) and self.recompute != "auto":
-            raise ConfigError(f"`recompute={self.recompute!r}` is not known. Use True, False or 'auto'.")
+        is_share = isinstance(self.recompute, int | float) and 0 <= self.recompute <= 1
+        if not is_share and self.recompute not in (ATTENTION, "auto"):
+            raise ConfigError(
+                f"`recompute={self.recompute!r}` is not known. Use True, False, 'auto', 'attention' or a share of the "
+                "layers between 0 and 1."
+            )
+        if self.recompute == ATTENTION and not any(unit.attention.saved_bytes for unit in self.model.units):
+            raise ConfigError(
+                f"`recompute='attention'`: {self.model.name} has no fused attention. Use a share of layers."
+            )
 
     @property
     def master(self) -> torch.dtype:

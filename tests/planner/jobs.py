@@ -50,5 +50,5 @@ def job(config: ShardConfig, cluster: Cluster | None = None, **changes: Any) -> 
         config=config,
         scopes=scopes_of(config, cluster),
         micro_batch=int(training.micro_batch),
-        recompute=bool(training.recompute),
+        recompute=training.recompute,
     )

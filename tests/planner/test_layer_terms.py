@@ -8,6 +8,7 @@ from mics_strategy.config import ShardConfig
 from mics_strategy.planner.cluster import Device
 from mics_strategy.planner.model import UnitModel, attention_speed
 from mics_strategy.planner.model_formulas import TransformerShape, describe
+from mics_strategy.planner.recompute import ATTENTION, recomputed_units
 from mics_strategy.planner.simulator import compute_times, recompute_seconds, straggler_factor, unit_times
 from tests.planner.jobs import job, tiny_cluster
 
@@ -54,6 +55,24 @@ def test_recomputation_ends_before_the_last_product() -> None:
         2 * unit.tail_flop / 5e10 * (1024 + 80) / 1024
     )
     assert unit.tail_flop == 2 * 128 * 1024 * 4096
+
+
+def test_attention_alone_is_recomputed_with_the_products_in_front_of_it() -> None:
+    unit = layer(4096)
+    device_ = dataclasses.replace(device(0.5), memory_bytes_per_s=1e9)
+    products_s = 2 * 4096 * 1024 * 3 * 1024 / 5e10 * (1024 + 80) / 1024
+    attention_s = unit.attention_flop / (5e10 * 0.5 * unit.attention_share)
+    passes_s = 2 * 4096 * (4 * 1024 * 2 + 8 * 4) / device_.sustained_bytes_per_s
+    assert recompute_seconds(unit, 3, device_, ATTENTION) == pytest.approx(3 * (products_s + attention_s + passes_s))
+
+
+@pytest.mark.parametrize(
+    ("share", "found"), [(0.5, "0101"), (1 / 4, "0001"), (3 / 4, "0111"), (True, "1111"), (0, "0000")]
+)
+def test_a_share_of_the_layers_is_spread_over_them(share: float, found: str) -> None:
+    units = [dataclasses.replace(layer(64), is_layer=False), *[layer(64)] * 4]
+    assert "".join(str(int(again)) for again in recomputed_units(units, share)) == "0" + found
+    assert sum(recomputed_units([layer(64)] * 48, 1 / 3)) == 16
 
 
 def test_products_of_small_widths_are_slower() -> None:

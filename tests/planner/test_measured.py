@@ -239,6 +239,11 @@ def test_measured_computation_counts() -> None:
     assert step.step_s == pytest.approx(4 * 3.0 * len(units) + 1e-9 * numel)
     with pytest.raises(ConfigError, match="`micro_batch=1` was asked for, and 2 was measured"):
         simulate(workload(measured=measured), cluster, config, micro_batch=1)
+    with pytest.raises(ConfigError, match="whole units were measured"):
+        simulate(workload(measured=measured), cluster, config, recompute="attention")
+    half = simulate(workload(measured=measured), cluster, config, recompute=0.5)
+    layers = sum(unit.is_layer for unit in model.units)
+    assert half.step_s - step.step_s == pytest.approx(4 * layers // 2)
     other = dataclasses.replace(measured, units=units[1:])
     with pytest.raises(ConfigError, match="Measure its own units"):
         simulate(workload(measured=other), cluster, config)

@@ -1,12 +1,15 @@
 """The planner's memory of a rank: against the engine's estimate, against real ranks, against torch's own account."""
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.estimate import MemoryEstimate, estimate_memory
@@ -16,6 +19,7 @@ from mics_strategy.planner.memory import MicroBatch, StateFormat, activation_byt
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.model_trace import TraceInput, token_loss, trace_model
+from mics_strategy.planner.recompute import ATTENTION, Recompute
 from mics_strategy.scopes import resolve_scopes
 from recipes.models.build import build_model
 from recipes.models.config import ModelConfig
@@ -179,12 +183,18 @@ def allocated(ctx: RankContext, config: ShardConfig) -> dict[str, int]:
     return sharded.memory.bytes_by_purpose
 
 
-def real_model(numbers: TransformerShape, *, recomputes: bool = False) -> nn.Module:
+def real_model(numbers: TransformerShape, *, recomputes: Recompute = False) -> nn.Module:
     """The recipes' module with values."""
-    options: dict[str, Any] = {"activation_checkpointing": recomputes}
+    options: dict[str, Any] = {"activation_checkpointing": recomputes is True}
     options |= {} if numbers.family == "llama" else {"dropout": 0.0}
     names = ("family", "num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_size", "tie_embeddings")
-    return build_model(ModelConfig(**{name: getattr(numbers, name) for name in names}, **options), TOKENS).train()
+    model = build_model(ModelConfig(**{name: getattr(numbers, name) for name in names}, **options), TOKENS).train()
+    if not isinstance(recomputes, bool):
+        pattern = r"(self_attn|h\.\d+\.attn|attention\.self)$" if recomputes == ATTENTION else r"(layers?|h)\.[13]$"
+        for name, module in model.named_modules():
+            if re.search(pattern, name):
+                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    return model
 
 
 def planned(config: ShardConfig) -> dict[str, int]:
@@ -226,9 +236,9 @@ def peak_bytes(model: nn.Module, num_samples: int) -> int:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recomputes", [False, True, 0.5, ATTENTION], ids=["kept", "recomputed", "half", "attention"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_activations_are_those_of_a_real_backward(family: str, recomputes: bool) -> None:
+def test_activations_are_those_of_a_real_backward(family: str, recomputes: Recompute) -> None:
     numbers = shape(family, num_layers=4, intermediate_size=512, dropout=False)
     expected = peak_bytes(real_model(numbers, recomputes=recomputes), num_samples=64)
     sizes = activation_bytes(describe(numbers, TOKENS, 4).units, MicroBatch(samples=64, recomputes=recomputes))

@@ -1,5 +1,6 @@
 """Descriptions of models: formulas against traces of the real modules, and traces against real runs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -86,6 +87,8 @@ def check_agreement(formula: ModelDescription, trace: ModelDescription) -> None:
             "freed_bytes",
         ):
             assert getattr(mine, name) == pytest.approx(getattr(real, name), rel=0.01), (mine.name, name)
+        for found, expected in zip(*(dataclasses.astuple(unit.attention) for unit in (mine, real)), strict=True):
+            assert found == pytest.approx(expected, rel=0.01), mine.name
     assert formula.numel == trace.numel
     assert formula.model_flop_per_sample == pytest.approx(trace.model_flop_per_sample, rel=0.001)
     assert [unit.is_layer for unit in formula.units] == [unit.is_layer for unit in trace.units]

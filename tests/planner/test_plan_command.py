@@ -130,6 +130,25 @@ def test_memory_of_communicators_is_stated(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"communicators +1.200 GB", capsys.readouterr().out)
 
 
+def test_part_of_the_layers_or_attention_alone_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(text: str) -> tuple[float, float]:
+        found = run(capsys, "simulate", *STATED, "--recompute", text)
+        return found["compute_s"], found["memory_bytes_by_kind"]["activations of layers"]
+
+    steps = {text: step(text) for text in ("no", "attention", "1/4", "0.5", "yes")}
+    for text, share in (("1/4", 0.25), ("0.5", 0.5)):
+        for found, least, most in zip(steps[text], steps["no"], steps["yes"], strict=True):
+            assert found == pytest.approx(least + share * (most - least))
+    assert steps["no"][0] < steps["attention"][0] < steps["0.5"][0]
+    kept = 32 * 2048 * (4 * 4096 * 2 + 32 * 4)  # query, key, value, output, sums of rows
+    assert steps["no"][1] - steps["attention"][1] == kept
+    for text, words in (("1/2", ", 0.5 of the layers recomputed"), ("attention", ", attention recomputed")):
+        assert main(["plan", *USUAL, "--micro-batch", "1", "--recompute", text]) == 0
+        assert f"1 sample{words}" in capsys.readouterr().out
+    images = ["--model", f"{__name__}:net", *P4D, "--global-batch", "64"]
+    refused(capsys, ["plan", *images, "--recompute", "attention"], "net has no fused attention. Use a share")
+
+
 def test_estimate_and_simulate_count_the_same_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=4096).save_pretrained(tmp_path)
     batch = [*P4D, "--seq-len", "1024", "--micro-batch", "4"]
@@ -289,6 +308,7 @@ PLAN: dict[str, tuple[list[str], str]] = {
     "few tokens": ([*LLAMA, *P4D, "--global-batch-tokens", "20k"], "Use 32768 or 65536"),
     "micro-batch": ([*USUAL, "--micro-batch", "3"], "does not divide the 4 samples"),
     "recompute": ([*USUAL, "--recompute", "maybe"], "`--recompute maybe` is not known"),
+    "recompute more": ([*USUAL, "--recompute", "3/2"], "a share of layers as 1/2"),
     "dtype": ([*USUAL, "--param-dtype", "bfloat"], "Did you mean bfloat16"),
     "codecs": ([*USUAL, "--codecs", "int9"], "Did you mean int"),
     "too large": (["--model", "llama-65b", "--seq-len", "2048", *P4D, "--global-batch", "64"], "GB too many. To fit"),
