@@ -219,12 +219,12 @@ def with_partition(system: System, text: str, ranks_per_node: int, *, is_baselin
         text: The cell.
         ranks_per_node: Ranks of a node.
         is_baseline: Whether the system is the row's baseline: the column describes the other one, unless it names
-            both with "vs".
+            both with "vs", or the baseline is MiCS without one technique.
     """
     words = text.lower()
     if " vs " in words:
         words = words.split(" vs ")[is_baseline]
-    elif is_baseline:
+    elif is_baseline and not system.name.startswith("mics-one-"):
         return system
     factors = _factors(words)
     if factors is not None:
