@@ -21,7 +21,7 @@ from mics_strategy.planner.recompute import Recompute, recompute_phrase, recompu
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, solve, tie_order
-from mics_strategy.planner.space import EQUAL, Space, overheads_of, preset_of, scopes_of
+from mics_strategy.planner.space import EQUAL, Space, advised_presets, overheads_of, preset_of, scopes_of
 from mics_strategy.planner.workload import Workload
 from mics_strategy.timeline import Timeline
 
@@ -320,6 +320,9 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"{model.name}, {model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} nodes of "
         f"{job.cluster.ranks_per_node} ({job.cluster.name}); {batch} a step"
     )
+    if model.trained_share < 1:
+        advised = ", ".join(advised_presets(model.trained_share))
+        yield f"{model.trained_share:.2%} of the parameters are trained, for which PaRO advises {advised}"
     yield (
         f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
         f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"

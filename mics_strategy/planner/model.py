@@ -139,6 +139,12 @@ class ModelDescription:
         """Elements of all parameters."""
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def trained_share(self) -> float:
+        """Share of the elements that are trained."""
+        trained = sum(parameter.numel for unit in self.units for parameter in unit.parameters if parameter.is_trained)
+        return trained / self.numel
+
     def without_activations(self) -> ModelDescription:
         """The same parameters in units whose activations take no memory."""
         units = (

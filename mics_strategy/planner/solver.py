@@ -228,7 +228,8 @@ def tie_order(point: Point) -> TieOrder:
     sent_bytes = _inter_node_bytes(job, steps)
     if job.num_micro_steps > steps:  # a micro-step in the middle is like any other
         sent_bytes += (job.num_micro_steps - steps) * (sent_bytes - _inter_node_bytes(job, steps - 1))
-    return TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes)
+    order = TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes, job.cluster.device.memory_bytes)
+    return order if job.workload.model.trained_share < 1 else dataclasses.replace(order, grads=0)
 
 
 def _inter_node_bytes(job: Job, num_micro_steps: int) -> int:

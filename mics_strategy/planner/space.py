@@ -29,6 +29,13 @@ EQUAL = 0.01  # share of a step by which times count as equal; the models are fa
 _SYSTEMS = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}
 SYSTEM_PRESETS = (*_SYSTEMS.values(), "zeropp-hpz")  # names of `preset_of` that are not triples of letters
 
+# Triples with a mark in PaRO's table 1 for a least share of trained parameters, the last of all shares below.
+_ADVISED = (
+    (1 / 6, "nnn nni nng nii nig ngg iii iig igg ggg"),
+    (0.03, "nnn nni nng nii nig ngg ini ing iii iig igg gng gig ggg"),
+    (0.0, "nnn nni nng ini ing gng"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -136,20 +143,33 @@ class TieOrder:
             decides nothing. Links between nodes are shared with others, and times on them are predicted worst.
         complexity: Mesh axes, and a secondary copy.
         gathered: Ranks from which parameters are gathered, those of a node at least.
+        memory_share: Memory of a rank, in hundredths of the device's. Less decides nothing: sharding the few gradients
+            of adapters saves less, and sends them in every micro-step.
+        grads: Ranks of gradients where few parameters are trained; 0 where all are.
         memory_bytes: Memory of a rank.
+
+    Source:
+        Whole gradients of few trained parameters: principle 3 of PaRO (arXiv:2310.06003).
     """
 
     doublings: int
     complexity: int
     gathered: int
+    memory_share: int
+    grads: int
     memory_bytes: int
 
     @classmethod
-    def of(cls, scopes: Scopes, sent_bytes: float, memory_bytes: int) -> TieOrder:
+    def of(cls, scopes: Scopes, sent_bytes: float, memory_bytes: int, device_bytes: int) -> TieOrder:
         """The order of a point that sends so much between nodes in a step."""
-        gathered = max(scopes.params, scopes.ranks_per_node)
-        doublings = round(math.log2(1 + sent_bytes))
-        return cls(doublings=doublings, complexity=complexity(scopes), gathered=gathered, memory_bytes=memory_bytes)
+        return cls(
+            doublings=round(math.log2(1 + sent_bytes)),
+            complexity=complexity(scopes),
+            gathered=max(scopes.params, scopes.ranks_per_node),
+            memory_share=round(memory_bytes / (EQUAL * device_bytes)),
+            grads=scopes.grads,
+            memory_bytes=memory_bytes,
+        )
 
     def reason_against(self, chosen: TieOrder) -> str:
         """Why an equally fast point that is behind the chosen one in this order was not chosen."""
@@ -159,7 +179,18 @@ class TieOrder:
             return "as fast, but its ranks form more kinds of groups"
         if self.gathered > chosen.gathered:
             return f"as fast, but gathers parameters from {self.gathered} ranks instead of {chosen.gathered}"
+        if self.memory_share == chosen.memory_share and self.grads > chosen.grads:
+            return f"as fast, and shards gradients over {self.grads} ranks for less than {EQUAL:.0%} of the memory"
         return f"as fast, but needs {(self.memory_bytes - chosen.memory_bytes) / 1e9:.2g} GB more"
+
+
+def advised_presets(trained_share: float) -> list[str]:
+    """Presets that PaRO (arXiv:2310.06003), table 1, advises where such a share of the parameters is trained.
+
+    Few trained parameters have whole gradients; where all are trained, parameters are not spread wider than gradients.
+    """
+    triples = next(triples for least, triples in _ADVISED if trained_share >= least)
+    return [f"paro-{letters}" for letters in triples.split()]
 
 
 def preset_of(scopes: Scopes) -> str | None:

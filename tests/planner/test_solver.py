@@ -18,9 +18,10 @@ from mics_strategy.planner.certainty import CERTAINTIES, certainty
 from mics_strategy.planner.choice import plan, reasons, simulate
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.flips import communicators_decide, flips
+from mics_strategy.planner.model import ParameterShape
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import Point, solve
-from mics_strategy.planner.space import Space, TieOrder
+from mics_strategy.planner.space import Space, TieOrder, advised_presets
 from mics_strategy.planner.upgrades import concessions, upgrades
 from mics_strategy.planner.workload import Workload
 from tests.planner.jobs import tiny_cluster, workload
@@ -67,16 +68,56 @@ def test_of_equal_points_that_with_least_traffic_between_nodes_is_chosen() -> No
 
 
 def test_the_reason_against_an_equal_point_is_what_decided() -> None:
-    chosen = TieOrder(doublings=30, complexity=2, gathered=8, memory_bytes=10**10)
+    def order(*first: int, share: int = 10, grads: int = 2, memory_bytes: int = 10**10) -> TieOrder:
+        doublings, complexity, gathered = first
+        return TieOrder(
+            doublings=doublings,
+            complexity=complexity,
+            gathered=gathered,
+            memory_share=share,
+            grads=grads,
+            memory_bytes=memory_bytes,
+        )
+
+    chosen = order(30, 2, 8)
     reasons_of = {
-        TieOrder(doublings=33, complexity=1, gathered=8, memory_bytes=1): "sends about 8 times as much between nodes",
-        TieOrder(doublings=30, complexity=3, gathered=8, memory_bytes=1): "more kinds of groups",
-        TieOrder(doublings=30, complexity=2, gathered=16, memory_bytes=1): "from 16 ranks instead of 8",
-        TieOrder(doublings=30, complexity=2, gathered=8, memory_bytes=3 * 10**10): "needs 20 GB more",
+        order(33, 1, 8, memory_bytes=1): "sends about 8 times as much between nodes",
+        order(30, 3, 8, memory_bytes=1): "more kinds of groups",
+        order(30, 2, 16, memory_bytes=1): "from 16 ranks instead of 8",
+        order(30, 2, 8, grads=8, memory_bytes=1): "shards gradients over 8 ranks for less than 1% of the memory",
+        order(30, 2, 8, share=30, grads=1, memory_bytes=3 * 10**10): "needs 20 GB more",
     }
-    for order, reason in reasons_of.items():
-        assert order > chosen
-        assert reason in order.reason_against(chosen)
+    for other, reason in reasons_of.items():
+        assert other > chosen
+        assert reason in other.reason_against(chosen)
+
+
+@pytest.mark.parametrize("product", ["rtx4090-2x", "p4d.24xlarge"])
+def test_the_few_gradients_of_adapters_stay_whole(product: str) -> None:
+    """Principle 3 of PaRO, and its advice by the share of trained parameters."""
+    described = describe_model("llama-7b", 2048)
+    adapters = ParameterShape(name="lora", shape=(4096, 32))
+    frozen = [tuple(dataclasses.replace(p, is_trained=False) for p in unit.parameters) for unit in described.units]
+    units = tuple(
+        dataclasses.replace(unit, parameters=(*parameters, adapters) if unit.is_layer else parameters)
+        for unit, parameters in zip(described.units, frozen, strict=True)
+    )
+    training = Workload(
+        model=dataclasses.replace(described, units=units), global_batch=64, master_dtype="bfloat16", recompute=False
+    )
+    choice = plan(training, Cluster.preset(product, nodes=16 // Cluster.preset(product, nodes=1).ranks_per_node))
+    assert choice.step.job.scopes.grads == 1
+    assert "0.06% of the parameters are trained, for which PaRO advises paro-nnn, " in choice.table()
+    assert "PaRO advises" not in plan(workload(**FREE), tiny_cluster()).table()
+
+
+def test_every_preset_of_paro_is_advised_for_some_share_of_trained_parameters() -> None:
+    shares = {share: {*advised_presets(share)} for share in (1.0, 0.1, 0.01)}
+    triples = {f"paro-{a}{b}{c}" for a in "nig" for b in "nig" for c in "nig"}
+    assert shares[1.0] | shares[0.1] == set(ShardConfig.PRESETS) & triples
+    assert shares[0.01] < shares[0.1] > shares[1.0]
+    assert all(name[6] == "n" for name in shares[0.01])
+    assert {"paro-ini", "paro-ing", "paro-gng", "paro-gig"} == shares[0.1] - shares[1.0]
 
 
 def test_traffic_of_all_micro_steps_decides_between_equal_points() -> None:
