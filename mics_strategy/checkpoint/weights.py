@@ -24,6 +24,7 @@ from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
+from mics_strategy.outer.target import outer_of, restart_round
 
 Rename = Callable[[str], str | None]
 _EXTRA_STATE = "_extra_state"  # torch's name of the value of `get_extra_state`
@@ -87,7 +88,7 @@ def load_weights(
     model_state = sharded.model.state_dict(keep_vars=True)
     names = run_on_all_ranks(lambda: _names(model_state, source, root, rename))
     expected = {name: value for name, value in source.saved.items() if rename == "auto" or rename(name) is not None}
-    difference = run_on_all_ranks(lambda: _incompatible_keys(model_state, expected, names, strict))
+    difference = run_on_all_ranks(lambda: _difference(sharded, model_state, expected, names, strict=strict))
     extras = {name for name in names.values() if _is_extra(name, model_state[name])}
 
     def read() -> dict[str, Any]:
@@ -99,6 +100,7 @@ def load_weights(
         values = run_on_all_ranks(lambda: as_checkpoint_error(root, read))
     finally:
         sharded.mark_modified()
+    restart_round(sharded)
     if values:
         sharded.model.load_state_dict(values, strict=False)
     return difference
@@ -196,6 +198,21 @@ def _check_shapes(name: str, value: Any, saved: SavedTensor | None, *, may_be_fl
                 f"`{name}` is {value.dtype} in the model and {saved.dtype} in the files, which is the dtype of "
                 "quantized weights. Load weights that are not quantized."
             )
+
+
+def _difference(
+    sharded: Sharded,
+    model_state: Mapping[str, Any],
+    saved: Mapping[str, SavedTensor | None],
+    names: Mapping[str, str],
+    *,
+    strict: bool,
+) -> IncompatibleKeys:
+    """As `_incompatible_keys`, checked for islands that are between outer steps."""
+    keys = _incompatible_keys(model_state, saved, names, strict)
+    if (outer := outer_of(sharded)) is not None:
+        outer.check_load(keys.missing_keys)
+    return keys
 
 
 def _incompatible_keys(

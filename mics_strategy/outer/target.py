@@ -7,7 +7,7 @@ islands count equally: a `GradScaler` skips a step on all ranks of the job or on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,54 @@ from mics_strategy.errors import LifecycleError
 from mics_strategy.outer.state import OuterSGD, make_outer_buckets
 
 
+class OptimizersOfStep:
+    """The optimizers that step behind one backward: an outer step comes behind the last of them.
+
+    There are as many as in the first step. That one is complete when its optimizers have all trained parameters.
+
+    Args:
+        parameters: Parameters that were trained when the model was sharded.
+    """
+
+    def __init__(self, parameters: list[ShardedParameter]) -> None:
+        self._names = {id(parameter): parameter.mics_name for parameter in parameters}
+        self._left = set(self._names)  # in the first step
+        self._num_expected = 0  # 0 in the first step
+        self._num_stepped = 0
+
+    def begin_step(self, *, is_late: bool) -> None:
+        """The first optimizer behind a backward has stepped.
+
+        Args:
+            is_late: Whether an outer step was due behind the step before, and did not come.
+        """
+        is_short = self._num_expected and self._num_stepped < self._num_expected
+        if is_late or is_short:
+            problem = f"{self._num_stepped} optimizers stepped behind one backward, and {self._num_expected} before"
+            if not self._num_expected:
+                problem = f"no optimizer has `{next(iter(self._names[key] for key in self._left), '')}`"
+            raise LifecycleError(
+                f"An outer step comes behind the last optimizer of a step, but {problem}. Give all trained parameters "
+                "to optimizers, let the same number step behind every backward, or use outer_every=0."
+            )
+        self._num_expected, self._num_stepped = self._num_expected or self._num_stepped, 0
+
+    def take(self, parameters: list[ShardedParameter]) -> bool:
+        """An optimizer with `parameters` has stepped. Returns whether it is the last one of this step."""
+        self._num_stepped += 1
+        if not self._num_expected:
+            was_complete = not self._left
+            self._left.difference_update(map(id, parameters))
+            return not self._left and not was_complete
+        if self._num_stepped > self._num_expected:
+            raise LifecycleError(
+                f"An outer step comes behind the last optimizer of a step, and {self._num_stepped} stepped behind one "
+                f"backward, {self._num_expected} before. Let the same number step behind every backward, or use "
+                "outer_every=0."
+            )
+        return self._num_stepped == self._num_expected
+
+
 class OuterTarget(OptimizerTarget):
     """Engine's side of the optimizer steps of an island.
 
@@ -43,6 +91,7 @@ class OuterTarget(OptimizerTarget):
         self._every = config.outer_every
         self._sgd = OuterSGD(lr=config.outer_lr, momentum=config.outer_momentum)
         self._broadcasts_buffers = config.broadcast_buffers
+        self._optimizers = OptimizersOfStep([p for outer in self.buckets for p in outer.bucket.sharded_params])
         self._has_anchor = False  # taken before the first step, after whatever is loaded
 
     def follow(self, sharded: Sharded) -> None:
@@ -59,7 +108,12 @@ class OuterTarget(OptimizerTarget):
             on_gradients()
 
         self.engine.on_gradients = begin_round
-        sharded.model.register_load_state_dict_post_hook(self._on_load)
+
+        def on_load(_: nn.Module, incompatible: Any) -> None:
+            self.check_load(incompatible.missing_keys)
+            self.restart()
+
+        sharded.model.register_load_state_dict_post_hook(on_load)
 
     def fill(self) -> None:
         """Set the outer state to that of a round which begins with the present parameters, unless one has begun."""
@@ -89,28 +143,29 @@ class OuterTarget(OptimizerTarget):
         """Continue a round: the outer state was loaded."""
         self._has_anchor, self.num_in_round = True, num_in_round
 
-    def _on_load(self, _: nn.Module, incompatible: Any) -> None:
-        if self.num_in_round and incompatible.missing_keys:
+    def check_load(self, missing: Sequence[str]) -> None:
+        """Raise if a part of the parameters is loaded while the others differ between islands.
+
+        Args:
+            missing: Names that are not loaded.
+        """
+        if self.num_in_round and missing:
             raise LifecycleError(
-                f"A state dict without `{incompatible.missing_keys[0]}` was loaded {self.num_in_round} steps after an "
-                f"outer step, when the islands' parameters differ. Load it after a step whose number is a multiple of "
-                f"{self._every} (`outer_every`), or load all parameters."
+                f"A state dict without `{missing[0]}` was loaded {self.num_in_round} steps after an outer step, when "
+                f"the islands' parameters differ. Load it after a step whose number is a multiple of {self._every} "
+                "(`outer_every`), or load all parameters."
             )
-        self.restart()
 
     @override
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
-        if not self.engine.backwards.num_in_step:
-            raise LifecycleError(
-                "An optimizer stepped without a backward since the last step, and `outer_every` counts steps: two "
-                "optimizers of one backward would be at different steps when an outer step follows the first one. Use "
-                "one optimizer with several parameter groups, one backward for each optimizer, or outer_every=0."
-            )
-        self.num_in_round += 1
-        is_due = self.num_in_round >= self._every  # a round that was loaded may have been planned longer
+        stepped = list(parameters)
+        if self.engine.backwards.num_in_step:
+            self._optimizers.begin_step(is_late=self.num_in_round >= self._every)
+            self.num_in_round += 1
+        is_due = self._optimizers.take(stepped) and self.num_in_round >= self._every  # more: a loaded round was longer
         if is_due:
             self._outer_step()
-        super().post_step(parameters, exchanges)
+        super().post_step(stepped, exchanges)
         if is_due:
             self.last_step = dataclasses.replace(self.last_step, has_outer_step=True)
 
@@ -138,6 +193,12 @@ class OuterTarget(OptimizerTarget):
                         f"`{sharded.mics_name}` was frozen after `shard()`, and the momentum of the outer step would "
                         "still move it. Freeze it before `shard()`, or use outer_every=0."
                     )
+
+
+def restart_round(sharded: Sharded) -> None:
+    """See `OuterTarget.restart`; nothing without `outer_every`."""
+    if (outer := outer_of(sharded)) is not None:
+        outer.restart()
 
 
 def outer_of(sharded: Sharded) -> OuterTarget | None:

@@ -8,12 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
 }
+
+
+def optimizers_of(name: str, model: nn.Module) -> list[Optimizer]:
+    """One of `OPTIMIZERS`, or two that step behind each backward: for matrices, and for the rest."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name in OPTIMIZERS:
+        return [OPTIMIZERS[name](trained)]
+    matrices = [parameter for parameter in trained if parameter.dim() == 2]
+    rest = [parameter for parameter in trained if parameter.dim() != 2]
+    first = Muon(matrices, lr=0.02) if name == "muon" else OPTIMIZERS["sgd"](matrices)
+    return [first, OPTIMIZERS["adamw"](rest)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +81,20 @@ def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, T
     """Parameters of each island, [step][island], after the outer step where there is one."""
     anchor = Net()
     models = [deepcopy(anchor) for _ in islands]
-    inner = [OPTIMIZERS[rounds.optimizer](_trained(model)) for model in models]
+    inner = [optimizers_of(rounds.optimizer, model) for model in models]
     outer = SGD(_trained(anchor), lr=rounds.lr, momentum=rounds.momentum, nesterov=rounds.momentum > 0)
     history = []
     for step in range(rounds.steps):
         is_skipped = step in rounds.skipped
-        for model, optimizer, ranks in zip(models, inner, islands, strict=True):
+        for model, optimizers, ranks in zip(models, inner, islands, strict=True):
             for micro in range(rounds.accumulation):
                 for rank in ranks:
                     (loss_of(model, batch(step, micro, rank), rounds.accumulation) / len(ranks)).backward()
             if rounds.clip is not None:
                 nn.utils.clip_grad_norm_(_trained(model), rounds.clip)
-            if not is_skipped:
+            for optimizer in optimizers if not is_skipped else ():
                 optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()
         num_steps = sum(earlier not in rounds.skipped for earlier in range(step + 1))
         if not is_skipped and num_steps % rounds.every == 0:
             _outer_step(anchor, models, outer)
@@ -94,14 +105,15 @@ def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, T
 def average_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, Tensor]]]:
     """As `train_islands`, but parameters are simply averaged after every step."""
     models = [Net() for _ in islands]
-    inner = [OPTIMIZERS[rounds.optimizer](_trained(model)) for model in models]
+    inner = [optimizers_of(rounds.optimizer, model) for model in models]
     history = []
     for step in range(rounds.steps):
-        for model, optimizer, ranks in zip(models, inner, islands, strict=True):
+        for model, optimizers, ranks in zip(models, inner, islands, strict=True):
             for rank in ranks:
                 (loss_of(model, batch(step, 0, rank), 1) / len(ranks)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
         with torch.no_grad():
             for parameters in zip(*map(_trained, models), strict=True):
                 mean = torch.stack([*parameters]).mean(0)

@@ -70,7 +70,12 @@ def refused_in_training(ctx: RankContext, what: str) -> str:
     run_step(ctx, rounds, trained, 0)
     try:
         if what == "second":
+            run_step(ctx, rounds, trained, 1)
             torch.optim.SGD([model.scale], lr=0.1).step()
+        elif what == "one less":
+            torch.optim.SGD([model.scale], lr=0.1).step()
+            for step in range(1, 3):
+                run_step(ctx, rounds, trained, step)
         elif what == "frozen":
             model.scale.requires_grad_(False)
             run_step(ctx, rounds, trained, 1)
@@ -91,7 +96,8 @@ def refused_in_training(ctx: RankContext, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("second", "An optimizer stepped without a backward since the last step"),
+        ("second", "2 stepped behind one backward, 1 before"),
+        ("one less", "1 optimizers stepped behind one backward, and 2 before"),
         ("frozen", "`scale` was frozen after `shard()`"),
         ("partial", "was loaded 1 steps after an outer step"),
     ],
