@@ -22,6 +22,7 @@ COLUMNS = (
     *("grad_accum_steps", "partition_config", "activation_ckpt", "precision", "metric", "value", "unit"),
 )
 REQUIRED = ("system", "metric", "value", "unit")
+_YES, _NO = ("y", "yes", "true", "full", "all"), ("n", "no", "false", "none", "off")
 _MAX_COUNT = 10**7  # no cluster, batch or model of a paper has more of anything
 _SCALES = {"": 1.0, "k": 1024.0, "m": 2.0**20}  # of tokens: 4M is 4 x 2^20, 1K is 1024
 
@@ -77,9 +78,8 @@ class PublishedRow:
     @property
     def recomputes(self) -> bool | None:
         """Whether activations are recomputed."""
-        return {"y": True, "yes": True, "true": True, "n": False, "no": False, "false": False}.get(
-            self.words("activation_ckpt")
-        )
+        word = self.words("activation_ckpt")
+        return True if word in _YES else False if word in _NO else None
 
     def tokens(self, column: str) -> int | None:
         """Tokens of a batch, as in "1 (4096 tokens)" or "4M tokens"; None for samples."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -35,8 +36,8 @@ def _scored(row: PublishedRow) -> ScoredRow:
     number = row.number("value")
     if row.value is None and number is not None:  # as in "6,000" or "~6000"
         row = PublishedRow({**row.cells, "value": str(number)})
-    if row.value is None:
-        return ScoredRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number")
+    if row.value is None or not 0 < row.value < math.inf:
+        return ScoredRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number above 0")
     try:
         run = predict_run(row)
     except NotPredictable as reason:
@@ -75,8 +76,12 @@ def report_json(rows: Iterable[ScoredRow]) -> list[dict[str, Any]]:
     return [_as_json(row) for row in rows]
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None  # JSON has no others
+
+
 def _as_json(row: ScoredRow) -> dict[str, Any]:
-    fields: dict[str, Any] = {"id": row.row.text("id"), "published": row.row.value, "predicted": row.predicted}
+    fields: dict[str, Any] = {"id": row.row.text("id"), "published": _finite(row.row.value), "predicted": row.predicted}
     if row.predicted is None:
         return {**fields, "error": None, "reason": row.reason}
     return {**fields, "error": row.error, "fits": row.fits, "assumptions": list(row.assumptions)}

@@ -78,6 +78,8 @@ def testbed_of(row: PublishedRow) -> Testbed:
     node_bytes_per_s = cluster.inter_node.bytes_per_s * cluster.ranks_per_node
     stated = _stated_bytes_per_s(row, per_node)
     link = dataclasses.replace(cluster.inter_node, bytes_per_s=node_bytes_per_s / per_node)
+    if stated == 0:
+        raise NotPredictable(f"links of `{row.text('interconnect_inter')}` between nodes send nothing")
     if stated is not None:
         link = dataclasses.replace(link, bytes_per_s=stated * _NCCL_EFFICIENCY / per_node, source="the row")
     elif world_size > per_node:

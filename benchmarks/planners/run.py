@@ -138,10 +138,16 @@ def read_run(row: PublishedRow) -> Run:
         degrees=degrees,
         testbed=dataclasses.replace(testbed, cluster=cluster),
         system=system_of_run(row, num_ranks, per_node // tensor),
-        tokens=row.tokens("seq_len") or row.count("seq_len") or testbed.tokens,
+        tokens=row.tokens("seq_len") or _length(row) or testbed.tokens,
         num_ranks=num_ranks,
         arithmetic=Arithmetic.of(row, tensor),
     )
+
+
+def _length(row: PublishedRow) -> int | None:
+    """Tokens of a sequence, as in "8192" or "8k"."""
+    in_k = re.fullmatch(r"(\d+)\s*k", row.words("seq_len"))
+    return int(in_k[1]) * 1024 if in_k else row.count("seq_len")
 
 
 def _job(run: Run) -> tuple[PublishedJob, int, int]:
@@ -155,14 +161,15 @@ def _job(run: Run) -> tuple[PublishedJob, int, int]:
     is_selective = "sel" in recomputed or recomputed == "op"
     tries: list[float] = [False, True] if stated is None else [stated]
     if is_selective:
-        tries = [1 - 1 / kept for kept in _KEPT_LAYERS]
+        every = re.search(r"(?:1/|every )(\d)", recomputed)
+        tries = [1 / int(every[1])] if every and every[1] != "0" else [1 - 1 / kept for kept in _KEPT_LAYERS]
     if len(tries) > 1 and run.testbed.cluster.device.name.startswith(_OFFLOADS):
         tries = tries[:1]
     batches = [batch] if batch else _likely_batches(run)
     notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
     if run.testbed.cluster.device.name.startswith(_OFFLOADS):
         notes = (*notes, "activations that do not fit are offloaded to the host under the compute")
-    elif is_selective:
+    elif is_selective and len(tries) > 1:
         notes = (*notes, "selective recomputation: one of so many layers keeps its activations, as many as fit")
     elif is_known or len(tries) > 1:
         kind = "as in the system's configurations" if is_known else "none, where it fits"

@@ -123,6 +123,14 @@ def test_a_system_whose_configurations_recompute_does_so_where_a_row_does_not_sa
     assert value(**alone, activation_ckpt="") == value(**alone, activation_ckpt="n")
 
 
+def test_lengths_and_recomputation_are_read_in_any_form() -> None:
+    assert value(seq_len="8k") == value(seq_len="8K") == value(seq_len="8192") == value(seq_len="8192 tokens")
+    assert value(activation_ckpt="full") == value(activation_ckpt="y") < value(activation_ckpt="selective, every 2nd")
+    assert value(activation_ckpt="selective 1/2") == value(activation_ckpt="selective, every 2nd layer")
+    assert value(activation_ckpt="none") == value(activation_ckpt="n") > value(activation_ckpt="selective 1/3")
+    assert value(activation_ckpt="selective 1/3") > value(activation_ckpt="selective 1/2")
+
+
 def test_links_are_read_in_any_form() -> None:
     def node_bits_per_s(text: str) -> float:
         cluster = read_run(row(interconnect_inter=text)).testbed.cluster
@@ -193,6 +201,14 @@ def test_the_command_prints_a_list_of_rows(tmp_path: Path, capsys: pytest.Captur
     assert (one["id"], one["published"], two["predicted"], two["error"]) == ("a", 6000.0, None, None)
     assert "pipeline" in two["reason"]
     assert "no number" in three["reason"]
+    odd = [{**TITAN, "id": f"{i}", "value": text} for i, text in enumerate(("0", "-5", "inf", "nan", ""))]
+    odd.append({**TITAN, "id": "slow", "interconnect_inter": "0 Gbps"})
+    path.write_text("\n".join([",".join(TITAN), *(",".join(f'"{c[name]}"' for name in TITAN) for c in odd)]))
+    assert main(["--rows", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [r["predicted"] for r in found] == [None] * 6
+    assert all("no number above 0" in r["reason"] for r in found[:5])
+    assert "send nothing" in found[5]["reason"]
     assert main(["--rows", str(path)]) == 0
     assert "held out" in capsys.readouterr().out
     assert main(["--rows", str(tmp_path / "none.csv")]) == 1
