@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.cluster import Cluster
@@ -49,6 +50,7 @@ from mics_strategy.scopes import ROLES, Scopes, resolve_scopes
 Buckets = tuple[BucketPlan, ...]  # of one unit
 
 _PLANNED_STEPS = 3  # micro-steps whose traffic is compared: a first, a middle and a last one
+_Sent = dict[tuple[ShardConfig, int], int]  # bytes between nodes by configuration and micro-steps
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 30), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
@@ -170,6 +172,7 @@ class _Search:
     """Points in the order of their promise; some have been simulated."""
 
     points: list[Point]
+    sent: _Sent = field(default_factory=dict)
 
     def simulate_presets(self) -> None:
         """Simulate the most promising point of each published system."""
@@ -219,22 +222,26 @@ class _Search:
             and point.memory.total_bytes <= limit_bytes
             and point.step_s <= _seconds(best) * (1 + EQUAL)
         ]
-        return min(equal, key=tie_order)
+        return min(equal, key=lambda point: tie_order(point, self.sent))
 
 
-def tie_order(point: Point) -> TieOrder:
-    """The place of a point among equally fast ones."""
+def tie_order(point: Point, sent: _Sent) -> TieOrder:
+    """The place of a point among equally fast ones; `sent` keeps what points with the same scopes send."""
     job, steps = point.job, min(point.job.num_micro_steps, _PLANNED_STEPS)
-    sent_bytes = _inter_node_bytes(job, steps)
+    sent_bytes = _inter_node_bytes(job, steps, sent)
     if job.num_micro_steps > steps:  # a micro-step in the middle is like any other
-        sent_bytes += (job.num_micro_steps - steps) * (sent_bytes - _inter_node_bytes(job, steps - 1))
+        sent_bytes += (job.num_micro_steps - steps) * (sent_bytes - _inter_node_bytes(job, steps - 1, sent))
     order = TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes, job.cluster.device.memory_bytes)
     return order if job.workload.model.trained_share < 1 else dataclasses.replace(order, grads=0)
 
 
-def _inter_node_bytes(job: Job, num_micro_steps: int) -> int:
-    inside = {axis.name for axis in job.scopes.axes if axis.is_inside_node}
-    return sum(planned.sent_bytes for planned in job.plan(num_micro_steps).collectives if planned.axis not in inside)
+def _inter_node_bytes(job: Job, num_micro_steps: int, sent: _Sent) -> int:
+    key = (job.config, num_micro_steps)
+    if key not in sent:
+        inside = {axis.name for axis in job.scopes.axes if axis.is_inside_node}
+        collectives = job.plan(num_micro_steps).collectives
+        sent[key] = sum(planned.sent_bytes for planned in collectives if planned.axis not in inside)
+    return sent[key]
 
 
 def _seconds(point: Point) -> float:

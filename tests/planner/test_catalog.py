@@ -216,3 +216,22 @@ def test_all_named_text_models_fit_their_positions() -> None:
         assert describe_model(name, 512, torch.float32.itemsize).model_flop_per_sample > 0
     with pytest.raises(ConfigError, match="512 positions"):
         describe_model("bert-10b", 513)
+
+
+@pytest.mark.parametrize(
+    ("product", "device", "gbit_per_s"),
+    [
+        ("rtx3090-2x", "rtx3090-24gb", 1),
+        ("rtx3090-2x-2.5gbe", "rtx3090-24gb", 2.5),
+        ("rtx4090-2x", "rtx4090-24gb", 10),
+        ("rtx5090-2x", "rtx5090-32gb", 25),
+        ("a10-4x", "a10-24gb", 25),
+        ("l4-8x", "l4-24gb", 40),
+        ("thunderbolt-spark", "gb10-128gb", 20),
+    ],
+)
+def test_what_people_own_is_in_the_catalog(product: str, device: str, gbit_per_s: float) -> None:
+    cluster = Cluster.preset(product, nodes=2)
+    node_bytes_per_s = cluster.inter_node.bytes_per_s * cluster.ranks_per_node / 0.88
+    assert cluster.device.name == device
+    assert node_bytes_per_s * 8 == pytest.approx(gbit_per_s * 1e9)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.plan import Plan
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner import solver
 from mics_strategy.planner.catalog import describe_model
@@ -19,7 +20,7 @@ from mics_strategy.planner.choice import plan, reasons, simulate
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.model import ParameterShape
-from mics_strategy.planner.simulator import step_seconds
+from mics_strategy.planner.simulator import Job, step_seconds
 from mics_strategy.planner.solver import Point, solve
 from mics_strategy.planner.space import Space, TieOrder, advised_presets
 from mics_strategy.planner.upgrades import concessions, upgrades
@@ -124,7 +125,7 @@ def test_traffic_of_all_micro_steps_decides_between_equal_points() -> None:
     """Whole parameters and ZeRO-3: the second gathers in each micro-step, and sends more the smaller they are."""
     solution = solve(workload(global_batch=64, **FREE), tiny_cluster(), Space())
     sharded = [p for p in solution.fitting if scopes_of(p) == (4, 4, 4) and not p.job.recompute]
-    by_batch = {p.job.micro_batch: solver.tie_order(p).doublings for p in sharded if not p.job.scopes.has_secondary}
+    by_batch = {p.job.micro_batch: solver.tie_order(p, {}).doublings for p in sharded if not p.job.scopes.has_secondary}
     assert by_batch[1] == by_batch[2] + 1 == by_batch[4] + 2
 
 
@@ -253,6 +254,22 @@ def test_few_points_are_simulated(nodes: int, monkeypatch: pytest.MonkeyPatch) -
     solution = solve(Workload(model=describe_model("bert-1.5b", 512), global_batch=4096), p4d(nodes), Space())
     assert len(simulated) <= 100
     assert len(solution.fitting) + len(solution.too_large) > 1000
+
+
+def test_what_equal_points_send_is_planned_once_for_their_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Counter[tuple[int, ...]]()
+
+    def counting(self: Job, num_micro_steps: int) -> Plan:
+        scopes = self.scopes
+        planned[scopes.params, scopes.grads, scopes.optimizer, scopes.secondary, num_micro_steps] += 1
+        return plan_of(self, num_micro_steps)
+
+    plan_of = Job.plan
+    monkeypatch.setattr(Job, "plan", counting)
+    monkeypatch.setattr(solver, "step_seconds", lambda job: 1.0)  # all are equal, and nothing else is planned
+    solution = solve(workload(global_batch=64, **FREE), tiny_cluster(), Space())
+    assert len([point for point in solution.fitting if point.step_s is not None]) > len(planned) // 2
+    assert set(planned.values()) == {1}
 
 
 def test_what_does_not_depend_on_the_scopes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
