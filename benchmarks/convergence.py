@@ -55,6 +55,7 @@ _SYNCED: dict[str, Any] = {  # parameters cross nodes in param syncs, as few byt
     "secondary_params": "none",
     "weight_codec": Codec(bits=8, differences=True),
 }
+_ISLANDS = {"params": "partition", "grads": "partition", "optimizer": "partition", "secondary_params": "none"}
 VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zeropp-hpz
     UNCOMPRESSED: {},
     "other-order": {"hierarchical": False},  # the same numbers added in another order: what rounding alone does
@@ -73,6 +74,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
         "weight_codec": Codec(bits=4, block_size=128, differences=True),
         "grad_codec": _BOTH,
     },
+    "outer-30": {**_ISLANDS, "outer_every": 30},
+    "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
     "int2-nodes-both": {
         "grad_codec": Codec(bits=2, block_size=128, rotation=True, feedback=True),

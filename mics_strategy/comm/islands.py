@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from operator import itemgetter
 from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +42,7 @@ class Island:
             all_ranks = scopes.span(1, scopes.job_size)
             self.job_mesh = resources.device_mesh(all_ranks, scopes.span(scopes.job_size, scopes.job_size))
         self.outer_comm = resources.communicator("outer_all_reduce", scopes)
+        self._in_group = scopes.span(1, scopes.world_size).group_ranks(resources.rank)  # not always ascending
         self._resources = resources
 
     def gather_objects(self, value: T, purpose: str) -> list[T]:
@@ -51,10 +54,10 @@ class Island:
         """
         if self.group is None:
             return [value]
-        group = None if self.group is self.job_group else self.group.transport.group
-        if not self.group.transport.blocks_host:
-            by_rank = dict(gather_objects((self._resources.rank, value), purpose, group))
-        else:
-            with self._resources.call_watch.watching(f"agreement on {purpose}", frozenset(self.ranks)):
-                by_rank = dict(gather_objects((self._resources.rank, value), purpose, group))
-        return [by_rank[rank] for rank in self.ranks]
+        is_watched = self.group.transport.blocks_host
+        watch = self._resources.call_watch.watching(f"agreement on {purpose}", frozenset(self.ranks))
+        with watch if is_watched else nullcontext():
+            if self.group is self.job_group:
+                return gather_objects(value, purpose)
+            values = gather_objects(value, purpose, self.group.transport.group)
+        return [value for _, value in sorted(zip(self._in_group, values, strict=True), key=itemgetter(0))]
