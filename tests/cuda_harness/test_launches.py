@@ -253,7 +253,8 @@ def test_what_stands_beside_the_review_is_what_the_tables_say() -> None:
 
 def buffers_on_the_page() -> dict[str, dict[str, str]]:
     """The table of buffers by model and purpose."""
-    (_, *names), _, *rows = [line.strip("| ").split(" | ") for line in MEMORY_PAGE.splitlines() if line.startswith("|")]
+    table = MEMORY_PAGE.partition("| GB per rank")[2].partition("\n\n")[0].splitlines()
+    (_, *names), _, *rows = [line.strip("| ").split(" | ") for line in ["| GB per rank" + table[0], *table[1:]]]
     return {name: {row[0]: row[index] for row in rows} for index, name in enumerate(names, 1)}
 
 
