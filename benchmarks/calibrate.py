@@ -10,7 +10,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from benchmarks.launch import Launch, RankFailedError, launch
 from benchmarks.testbed import TestbedError, make_testbed
 from mics_strategy import shard
 
-_ROOT = Path(__file__).parents[1]
 _TIMEOUT_S = 120.0
 
 
@@ -59,7 +57,7 @@ def calibrate_on(nodes: int, ranks_per_node: int, rate_mbit: float, preset: str)
             command=[sys.executable, "-c", f"from benchmarks.calibrate import run; run({preset!r})"],
             ranks_per_node=ranks_per_node,
             timeout_s=_TIMEOUT_S,
-            env={"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": cache},
+            env={"XDG_CACHE_HOME": cache},
         )
         return launch(bed, job)[0].strip()
 

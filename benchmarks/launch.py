@@ -13,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.testbed import UPLINK, Node, Testbed
 
+_ROOT = Path(__file__).parents[1]
 _POLL_S = 0.05
 _GRACE_S = 1.0  # between asking a rank to end and ending it
 _SHOWN_LINES = 40
@@ -42,7 +43,7 @@ class Launch:
     command: list[str]
     ranks_per_node: int
     timeout_s: float
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
     port: int = 29500
 
 
@@ -79,7 +80,7 @@ def launch(bed: Testbed, job: Launch) -> list[str]:
 
 
 def environment(bed: Testbed, node: Node, local_rank: int, job: Launch) -> dict[str, str]:
-    """The variables that a launcher sets for one rank."""
+    """The variables that a launcher sets for one rank, which imports from this tree first."""
     return {
         "RANK": str(node.index * job.ranks_per_node + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -90,6 +91,7 @@ def environment(bed: Testbed, node: Node, local_rank: int, job: Launch) -> dict[
         "MASTER_PORT": str(job.port),
         "GLOO_SOCKET_IFNAME": UPLINK,
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
     }
 
 

@@ -20,7 +20,6 @@ from benchmarks.rank import RankJob, RankRecord
 from benchmarks.testbed import Testbed
 from benchmarks.workload import Workload
 
-ROOT = Path(__file__).parents[1]
 _FIRST_PORT = 29500
 
 
@@ -148,7 +147,7 @@ def combine(records: list[RankRecord]) -> Round:
 
 def _run(bed: Testbed, entry: Entry, setup: Setup, port: int, cache: str) -> list[RankRecord]:
     python = setup.peer_python.get(entry.name, sys.executable)
-    env = {"PYTHONPATH": str(ROOT), **({"XDG_CACHE_HOME": cache} if entry.is_ours else {})}
+    env = {"XDG_CACHE_HOME": cache} if entry.is_ours else {}
     if entry.name in setup.peer_python:
         env |= deepspeed_setup.environment(python, setup.ranks_per_node)
     job = RankJob(entry=entry, workload=setup.workload, warm_up=setup.warm_up, steps=setup.steps)

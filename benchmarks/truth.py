@@ -23,7 +23,7 @@ import torch
 from benchmarks import unit_times
 from benchmarks.entries import Entry, parse_ours
 from benchmarks.launch import Launch, RankFailedError, launch
-from benchmarks.measure import ROOT, Measured, Setup, measure
+from benchmarks.measure import Measured, Setup, measure
 from benchmarks.testbed import Testbed, TestbedError, make_testbed
 from benchmarks.workload import Workload
 from mics_strategy import MiCSError, ShardConfig
@@ -192,7 +192,6 @@ def _launch(bed: Testbed, options: argparse.Namespace, arguments: list[str]) -> 
         command=[sys.executable, *arguments],
         ranks_per_node=options.ranks_per_node,
         timeout_s=_TIMEOUT_S,
-        env={"PYTHONPATH": str(ROOT)},
     )
     launch(bed, job)
 

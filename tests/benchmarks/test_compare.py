@@ -22,12 +22,12 @@ SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 -
 @needs_testbed
 @pytest.mark.slow
 def test_engines_agree_and_ours_sends_what_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engines = "--peers ddp,fsdp2-hybrid-deferred --ours mics"
+    engines = "--peers ddp --ours mics"  # `test_engines` trains with every peer
     arguments = f"--nodes 2 --ranks-per-node 2 --rate-mbit 400 --warm-up 1 {SMALL} {engines}"
     assert main([*arguments.split(), "--output", str(tmp_path)]) == 0
     (report,) = json.loads((tmp_path / "compare.json").read_text())["reports"]
     rows = {row["label"]: row for row in report["rows"]}
-    assert list(rows) == ["compute", "ddp", "fsdp2-hybrid-deferred", "mics"]
+    assert list(rows) == ["compute", "ddp", "mics"]
     mics = rows["mics"]
     assert mics["losses"] == pytest.approx(rows["ddp"]["losses"], rel=1e-4)
     assert mics["losses"][-1] < mics["losses"][0]
