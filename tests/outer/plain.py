@@ -39,6 +39,11 @@ class Rounds:
     accumulation: int = 1
     clip: float | None = None
     skipped: tuple[int, ...] = ()
+    leaves_out: bool = False
+
+    def layer_left_out(self, step: int) -> int:
+        """A layer that no rank runs in the last step of a round; -1 for none."""
+        return 1 if self.leaves_out and (step + 1) % self.every == 0 else -1
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -58,11 +63,14 @@ class Net(nn.Module):
         self.last.weight = nn.Parameter(torch.randn(5, 7))
         self.scale = nn.Parameter(torch.tensor(0.9))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.left_out = -1
         self.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
-        for layer in self.middle:
+        for index, layer in enumerate(self.middle):
+            if index == self.left_out:
+                continue
             hidden = torch.tanh(layer(hidden)) + hidden * self.frozen
         return self.last(hidden) * self.scale
 
@@ -87,6 +95,7 @@ def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, T
     for step in range(rounds.steps):
         is_skipped = step in rounds.skipped
         for model, optimizers, ranks in zip(models, inner, islands, strict=True):
+            model.left_out = rounds.layer_left_out(step)
             for micro in range(rounds.accumulation):
                 for rank in ranks:
                     (loss_of(model, batch(step, micro, rank), rounds.accumulation) / len(ranks)).backward()

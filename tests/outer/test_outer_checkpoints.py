@@ -122,6 +122,8 @@ def saves_parts(ctx: RankContext, path: Path, what: str) -> str:
             other = start(config_of("mics", ROUNDS, 2), ROUNDS)
             load_checkpoint(path, other[1])  # the first island's weights, on all
             run_step(ctx, ROUNDS, other, 0)
+            run_step(ctx, ROUNDS, other, 1)
+            assert outer_of(other[1]).num_in_round == 2
             state = {name: value + ctx.rank // 2 for name, value in wholes(dict(model.named_parameters())).items()}
             other[0].load_state_dict(state)
             run_step(ctx, ROUNDS, other, 1)

@@ -44,6 +44,7 @@ def start(config: ShardConfig, rounds: Rounds) -> tuple[nn.Module, Sharded, torc
 
 def run_step(ctx: RankContext, rounds: Rounds, trained: tuple[nn.Module, Sharded, Any], step: int) -> None:
     model, sharded, optimizer = trained
+    model.left_out = rounds.layer_left_out(step)
     for micro in range(rounds.accumulation):
         loss_of(model, batch(step, micro, ctx.rank), rounds.accumulation).backward()
     if rounds.clip is not None:
@@ -78,6 +79,12 @@ def test_islands_train_as_plain_torch_in_one_process(ranks: RankPool, name: str,
     islands, rounds = LAYOUTS[layout], Rounds(every=3, steps=7, optimizer=optimizer, accumulation=2, clip=0.5)
     found = ranks(4, train, config_of(name, rounds, len(islands[0])), rounds)
     check(found, train_islands(rounds, islands), islands)
+
+
+@pytest.mark.parametrize("name", ["mics", "zero1", "ddp"])
+def test_a_layer_without_gradients_in_the_last_step_takes_the_outer_step(ranks: RankPool, name: str) -> None:
+    islands, rounds = LAYOUTS["2x2"], Rounds(every=2, steps=6, leaves_out=True)
+    check(ranks(4, train, config_of(name, rounds, 2), rounds), train_islands(rounds, islands), islands)
 
 
 @pytest.mark.parametrize(("name", "optimizer", "every"), [("mics", "two", 2), ("zero1", "muon", 3), ("ddp", "two", 1)])
