@@ -43,3 +43,35 @@ def test_an_outer_step_broadcasts_buffers_without_an_evaluation(ranks: RankPool,
     found = ranks(4, means, preset, False)
     assert len({of_rank[1] for of_rank in found}) == 1
     assert found[0][2] != found[2][2]
+
+
+class Table(nn.Module):
+    """A large buffer that the first forward fills, with the mean of its rank's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("table", torch.zeros(20_000))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.table[0]:
+            self.table.fill_(inputs.mean())
+        return self.layer(inputs)
+
+
+def tables(ctx: RankContext) -> list[float]:
+    """The first number of the table after each step."""
+    model = Table()
+    shard(model, ShardConfig.preset("mics", topology=Topology(ranks_per_node=2), outer_every=2), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    for _ in range(2):
+        model(torch.full((4, 2), float(1 + ctx.rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.table[0].item())
+    return found
+
+
+def test_a_large_buffer_that_has_not_changed_since_it_was_sent_in_the_island_is_sent_to_all(ranks: RankPool) -> None:
+    assert ranks(4, tables) == [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0], [4.0, 1.0]]
