@@ -44,10 +44,11 @@ _AWAY_DEFAULTS = {
     "backward_ms": 12.0,
 }
 _LEGEND = """\
-step s: median over all measured steps of the slowest rank. cpu s: CPU time of all ranks in a step, which the machine's
-cores share. sent MB: most that left one node in a step, counted on its link, headers included; plan MB: what our plan
-says of axes between nodes. peak MB: the largest rank's VmHWM; train MB: without interpreter and libraries. peer, floor:
-step s by that of the fastest peer, and by the floor; compute: by that of compute alone."""
+step s: median over all measured steps of the slowest rank; where outer steps are among them the mean, as of the other
+columns. cpu s: CPU time of all ranks in a step, which the machine's cores share. sent MB: most that left one node in a
+step, counted on its link, headers included; plan MB: what our plan says of axes between nodes. peak MB: the largest
+rank's VmHWM; train MB: without interpreter and libraries. peer, floor: step s by that of the fastest peer, and by the
+floor; compute: by that of compute alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> int:
     entries = _entries(options)
     _check_sleeps(options)
+    _check_outer_steps(entries, options)
     if options.rounds * options.steps < _LEAST_STEPS:
         raise ValueError(
             f"{options.rounds} rounds of {options.steps} steps are too few for a median: raise `--steps` or "
@@ -139,6 +141,16 @@ def _check_sleeps(options: argparse.Namespace) -> None:
         )
     if options.compute == AWAY and not (0 < options.forward_ms < math.inf and 0 < options.backward_ms < math.inf):
         raise ValueError(f"{asked} is no time of a layer. Use finite numbers above 0 for both.")
+
+
+def _check_outer_steps(entries: list[Entry], options: argparse.Namespace) -> None:
+    for entry in entries:
+        every = int(entry.overrides.get("outer_every") or 0)
+        if every and (options.steps % every or options.warm_up % every):
+            raise ValueError(
+                f"`--steps {options.steps} --warm-up {options.warm_up}`: `{entry.label}` takes an outer step after "
+                f"every {every} steps, and a mean is of whole rounds. Use multiples of {every} for both."
+            )
 
 
 def _workloads(options: argparse.Namespace) -> list[Workload]:

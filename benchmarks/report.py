@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.entries import COMPUTE
+from benchmarks.entries import COMPUTE, Entry
 from benchmarks.floor import floor_s, hop_to_compute, own_floor_s, second_hop_bytes
 from benchmarks.measure import Measured, Round
 from benchmarks.workload import AWAY, Workload
@@ -57,9 +58,9 @@ class Row:
         label: The entry.
         kind: ``"ours"``, ``"peer"`` or ``"compute"``.
         outcome: ``""``, or why there are no numbers: ``"refused: ..."``, ``"failed: ..."``.
-        step_s: Median over all measured steps.
+        step_s: Median over all measured steps; the mean where outer steps are among them.
         step_s_range: The fastest and the slowest.
-        cpu_s: CPU time of all ranks in a step, median.
+        cpu_s: CPU time of all ranks in a step, likewise.
         tokens_per_s: Of all ranks together.
         sent_bytes: Median of the most that left one node in a step.
         planned_bytes: What the engine planned on axes between nodes; None where it does not plan.
@@ -138,7 +139,7 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
                 row,
                 to_peer=None if fastest is None else row.step_s / fastest,
                 to_floor=None if floor is None else row.step_s / floor,
-                to_own_floor=_to_own_floor(row, item.rounds, micro_step_s, workload, cluster),
+                to_own_floor=_to_own_floor(row, item, micro_step_s, workload, cluster),
             )
             for row, item in zip(rows, measured, strict=True)
         ),
@@ -234,25 +235,31 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
     if item.refused or item.failed:
         outcome = f"refused: {item.refused}" if item.refused else f"failed: {item.failed}"
         return Row(label=item.entry.label, kind=kind, outcome=outcome)
+    typical = _typical(item.entry)
     step_s = [value for one_round in item.rounds for value in one_round.step_s]
     planned = [value for one_round in item.rounds for value in one_round.planned_bytes]
     return Row(
         label=item.entry.label,
         kind=kind,
-        step_s=statistics.median(step_s),
+        step_s=typical(step_s),
         step_s_range=(min(step_s), max(step_s)),
-        cpu_s=statistics.median(value for one_round in item.rounds for value in one_round.cpu_s),
-        tokens_per_s=num_tokens / statistics.median(step_s),
-        sent_bytes=statistics.median(value for one_round in item.rounds for value in one_round.sent_bytes),
-        planned_bytes=statistics.median(planned) if planned else None,
+        cpu_s=typical([value for one_round in item.rounds for value in one_round.cpu_s]),
+        tokens_per_s=num_tokens / typical(step_s),
+        sent_bytes=typical([value for one_round in item.rounds for value in one_round.sent_bytes]),
+        planned_bytes=typical(planned) if planned else None,
         peak_bytes=max(one_round.peak_bytes for one_round in item.rounds),
         training_bytes=max(one_round.training_bytes for one_round in item.rounds),
         losses=tuple(item.rounds[-1].losses),
     )
 
 
+def _typical(entry: Entry) -> Callable[[Sequence[float]], float]:
+    """The median of steps; their mean where one in `outer_every` sends for all."""
+    return statistics.fmean if entry.overrides.get("outer_every") else statistics.median
+
+
 def _to_own_floor(
-    row: Row, rounds: list[Round], micro_step_s: float | None, workload: Workload, cluster: Cluster
+    row: Row, item: Measured, micro_step_s: float | None, workload: Workload, cluster: Cluster
 ) -> float | None:
     if micro_step_s is None or row.planned_bytes is None:
         return None
@@ -260,7 +267,7 @@ def _to_own_floor(
         micro_step_s=micro_step_s,
         num_micro_steps=workload.accumulation,
         sent_bytes=row.planned_bytes,
-        last_bytes=statistics.median(value for one_round in rounds for value in one_round.planned_last_bytes),
+        last_bytes=_typical(item.entry)([v for one_round in item.rounds for v in one_round.planned_last_bytes]),
         link_bytes_per_s=cluster.link_bytes_per_s,
     )
 

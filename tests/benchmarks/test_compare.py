@@ -42,6 +42,11 @@ def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "too few for a median" in capsys.readouterr().err
 
 
+def test_a_part_of_a_round_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ours", "mics:outer_every=4", "--steps", "6", "--warm-up", "4"]) == 2
+    assert "Use multiples of 4 for both" in capsys.readouterr().err
+
+
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peers", "horovod"]) == 2
     assert "`horovod` is not known" in capsys.readouterr().err

@@ -62,6 +62,13 @@ def test_rows_hold_medians_over_all_rounds(report: Report) -> None:
     assert ddp.tokens_per_s == 4 * 2 * 16 / 3.0
 
 
+def test_a_row_with_outer_steps_holds_means() -> None:
+    rounds = [round_of([1.0, 1.0, 4.0], planned_bytes=9)]
+    report = report_of(*(measured(ours(name), *rounds) for name in ("mics:outer_every=3", "mics:outer_every=0")))
+    assert [row.step_s for row in report.rows] == [2.0, 1.0]
+    assert [row.tokens_per_s for row in report.rows] == [4 * 2 * 16 / 2.0, 4 * 2 * 16 / 1.0]
+
+
 def test_ratios_are_to_the_fastest_peer_and_the_floor(report: Report) -> None:
     ratios = {row.label: row.to_peer for row in report.rows}
     assert ratios["fsdp2"] == 4.0 / 3.0
