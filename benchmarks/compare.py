@@ -145,8 +145,8 @@ def _check_sleeps(options: argparse.Namespace) -> None:
 
 def _check_outer_steps(entries: list[Entry], options: argparse.Namespace) -> None:
     for entry in entries:
-        every = int(entry.overrides.get("outer_every") or 0)
-        if every and (options.steps % every or options.warm_up % every):
+        every = entry.overrides.get("outer_every", 0)
+        if isinstance(every, int) and every and (options.steps % every or options.warm_up % every):
             raise ValueError(
                 f"`--steps {options.steps} --warm-up {options.warm_up}`: `{entry.label}` takes an outer step after "
                 f"every {every} steps, and a mean is of whole rounds. Use multiples of {every} for both."

@@ -15,6 +15,7 @@ from mics_strategy.comm.consensus import check_equal, run_and_gather
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
+from mics_strategy.config_checks import CODEC_FIELDS
 from mics_strategy.engine.aliases import retire
 from mics_strategy.engine.autograd import wrap_autograd
 from mics_strategy.engine.bucket_specs import BucketRules
@@ -175,7 +176,7 @@ def _checked(
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
     """Print codecs that quantize nothing here or whose blocks span parameters."""
-    for name in ("weight_codec", "grad_codec") if dist.get_rank() == 0 else ():
+    for name in CODEC_FIELDS if dist.get_rank() == 0 else ():
         codec = config.codec_of(name)
         if codec is not None and codec.bound_numel == 1:
             print(

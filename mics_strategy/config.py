@@ -16,6 +16,7 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config_checks import (
+    CODEC_FIELDS,
     Scope,
     as_codec,
     as_dtype,
@@ -155,6 +156,8 @@ class ShardConfig:
             This changes the algorithm of the training. Every scope must fit into an island.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step, 0 to 1.
+        outer_codec: Codec of what outer steps send, with the values of `weight_codec`, or with stochastic rounding:
+            ``"int4"`` sends an eighth. All islands step on the same decoded values.
 
     Raises:
         ConfigError: An unknown value, or a value that is not available.
@@ -192,6 +195,7 @@ class ShardConfig:
     outer_every: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    outer_codec: str | Codec | Mapping[str, Any] = "none"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
@@ -207,9 +211,9 @@ class ShardConfig:
         check_hierarchical(self.hierarchical)
         if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
-        for name in ("weight_codec", "grad_codec"):
+        for name in CODEC_FIELDS:
             object.__setattr__(self, name, as_codec(name, getattr(self, name)))
-        check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
+        check_codecs(**{name: self.codec_of(name) for name in CODEC_FIELDS})
         check_choice("codec_links", self.codec_links, ("slow", "all"))
         check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -273,6 +277,11 @@ class ShardConfig:
             problem = "`weight_codec` encodes differences, which an outer step would make large. Use differences=False"
         elif grad_codec is not None and grad_codec.feedback:
             problem = "`grad_codec` has feedback, whose residuals checkpoints of islands lack. Use feedback=False"
+        if self.outer_codec != "none" and not self.outer_every:
+            raise ConfigError(
+                f"`outer_codec={self.outer_codec!r}` counts for outer steps, and `outer_every=0` takes none. Set "
+                "`outer_every`, or remove `outer_codec`."
+            )
         if self.outer_every and problem:
             raise ConfigError(f"`outer_every={self.outer_every}` is set, and {problem}, or outer_every=0.")
 
@@ -321,7 +330,7 @@ class ShardConfig:
         return check if isinstance(check, int) else {"start": 0, "never": -1}[check]
 
     def codec_of(self, name: str) -> Codec | None:
-        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``, or None. It is None for ``"none"``."""
+        """The codec of one of `CODEC_FIELDS`; None for ``"none"``."""
         value = getattr(self, name)
         return None if value == "none" else Codec.of(value)
 

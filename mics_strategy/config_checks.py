@@ -15,7 +15,8 @@ from mics_strategy.errors import ConfigError
 
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
-_LARGEST_COMMON = 8192  # largest allowed common multiple of both codecs' blocks, in values
+CODEC_FIELDS = ("weight_codec", "grad_codec", "outer_codec")
+_LARGEST_COMMON = 8192  # largest allowed common multiple of codecs' blocks, in values
 
 
 def check_scope(name: str, value: object, words: tuple[str, ...]) -> None:
@@ -58,14 +59,21 @@ def as_codec(name: str, value: object) -> str | Codec:
     return str(value)
 
 
-def check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
-    """Both codecs fit their payloads, and each other."""
-    block_numels = [codec.bound_numel for codec in (weight_codec, grad_codec) if codec is not None]
-    if weight_codec is not None and grad_codec is not None and math.lcm(*block_numels) > _LARGEST_COMMON:
+def check_codecs(weight_codec: Codec | None, grad_codec: Codec | None, outer_codec: Codec | None) -> None:
+    """Codecs fit their payloads, and each other."""
+    codecs = dict(zip(CODEC_FIELDS, (weight_codec, grad_codec, outer_codec), strict=True))
+    blocks = {name: codec for name, codec in codecs.items() if codec is not None}
+    common_numel = math.lcm(*(codec.bound_numel for codec in blocks.values()))
+    if len(blocks) > 1 and common_numel > _LARGEST_COMMON:
+        sizes = ", ".join(f"`{name}` of {codec.block_size}" for name, codec in blocks.items())
         raise ConfigError(
-            f"`weight_codec` has blocks of {weight_codec.block_size} values, `grad_codec` of {grad_codec.block_size}: "
-            f"every parameter starts with a block of both, and would be padded to {math.lcm(*block_numels)} values on "
-            "every rank. Use block sizes of which one divides the other."
+            f"Codecs have blocks of different sizes, {sizes} values: every parameter starts with a block of each, and "
+            f"would be padded to {common_numel} values on every rank. Use block sizes of which one divides the other."
+        )
+    if outer_codec is not None and (outer_codec.feedback or outer_codec.differences):
+        raise ConfigError(
+            f"`outer_codec={outer_codec!r}` has feedback or encodes differences of its own, and an outer step sends "
+            "differences already, with nothing to keep what they lose. Use feedback=False and differences=False."
         )
     if weight_codec is not None and weight_codec.rounding != "nearest":
         raise ConfigError(

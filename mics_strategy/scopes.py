@@ -50,11 +50,12 @@ STREAM_OF = {role: stream for stream, roles in STREAMS.items() for role in roles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """Codecs by payload: parameters, and gradients in the first and second hop. The first hop is in every backward."""
+    """Codecs by payload: parameters, gradients in the first hop (of every backward) and the second, outer steps."""
 
     params: Codec | None = None
     first_hop: Codec | None = None
     second_hop: Codec | None = None
+    outer: Codec | None = None
     is_on_all_links: bool = False
 
     @property
@@ -63,15 +64,16 @@ class Codecs:
         return self.params is not None and self.params.differences
 
     def for_role(self, role: str) -> Codec | None:
-        """The codec of one of `ROLES`.
+        """The codec of a role.
 
         None for the secondary copy, which has been decoded once: quantized again, in other blocks, it would give the
         backward other parameters than the forward had. None for all-gathers of parameters that a param sync has brought
         as differences: quantized again, they would lose what the differences keep.
         """
-        is_exact = role in ("secondary_all_gather", "outer_all_reduce")
-        if is_exact or (role == "param_all_gather" and self.has_differences):
+        if role == "secondary_all_gather" or (role == "param_all_gather" and self.has_differences):
             return None
+        if role == "outer_all_reduce":
+            return self.outer
         if role == "grad_reduce_scatter":
             return self.first_hop
         return self.second_hop if role.startswith("second_") else self.params
@@ -209,7 +211,7 @@ class Scopes:
 
     def block_numel(self, *, is_trainable: bool) -> int:
         """The multiple of elements at which parameters start. So no codec block holds two of them."""
-        roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
+        roles = COLLECTIVES if is_trainable else ("param_all_gather", "param_sync")
         numels = []
         for role in roles:
             codec = self.codecs.for_role(role)
@@ -326,6 +328,7 @@ def _codecs_of(config: ShardConfig) -> Codecs:
         params=config.codec_of("weight_codec"),
         first_hop=config.codec_of("grad_codec") if config.grad_codec_hops != "second" else None,
         second_hop=config.codec_of("grad_codec") if config.grad_codec_hops != "first" else None,
+        outer=config.codec_of("outer_codec"),
         is_on_all_links=config.codec_links == "all",
     )
 

@@ -114,7 +114,7 @@ def config_of(options: str | Mapping[str, Any]) -> ShardConfig:
         return ShardConfig.preset(options)
     fields = dict(options)
     preset = fields.pop("preset", "mics")
-    for name in ("weight_codec", "grad_codec"):
+    for name in ("weight_codec", "grad_codec", "outer_codec"):
         if isinstance(fields.get(name), Mapping):
             fields[name] = _codec_of(name, fields[name])
     return ShardConfig.preset(str(preset), **fields)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from mics_strategy.comm.placement import digest
+from mics_strategy.comm.work import Work
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.grad_scaler import JOB_MESH
 from mics_strategy.engine.handle import Sharded
@@ -176,7 +177,11 @@ class OuterTarget(OptimizerTarget):
             raise LifecycleError("There is one island only. This is a defect of the engine. Please report it.")
         self._check_trained()
         with torch.no_grad():
-            works = [outer.start(comm) for outer in self.buckets]
+            works: list[Work] = []
+            for outer in self.buckets:
+                works.append(outer.start(comm))
+                if not comm.transports[0].blocks_host:  # one after the other, in one workspace, on the stream
+                    works[-1].wait()
             for outer, work in zip(self.buckets, works, strict=True):
                 work.wait()
                 outer.finish(self._sgd, self._groups.scopes.num_islands)

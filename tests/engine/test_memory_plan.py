@@ -56,7 +56,8 @@ def configuration(draw: random.Random) -> ShardConfig:
             "codec_links": draw.choice(("slow", "all")),
             "grad_codec_hops": draw.choice(("all", "second")),
             "partition_size": draw.choice((2, 4, 8)),
-            "outer_every": draw.choice((0, 0, 5)),
+            "outer_every": (outer := draw.choice((0, 0, 5))),
+            "outer_codec": draw.choice(("none", "int8")) if outer else "none",
         }
         preset = draw.choice(ShardConfig.PRESETS)
         try:
