@@ -84,6 +84,13 @@ def test_a_second_hop_takes_a_buffer_that_the_one_before_has_sent(preset: str, c
     assert run(config_of(preset, **OPTIONS["bf16 wires"], **codecs), declared).races == []
 
 
+@pytest.mark.parametrize("preset", ["mics", "ddp", "paro-nii"])
+@pytest.mark.parametrize("fields", [{}, {"outer_codec": "int8", "param_dtype": "bfloat16"}], ids=["plain", "int8"])
+def test_an_outer_step_is_ordered(preset: str, fields: dict[str, str]) -> None:
+    """It writes the masters, which all-gathers and casts of other streams read."""
+    assert run(config_of(preset, outer_every=1, **fields), declared).races == []
+
+
 @pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
 @pytest.mark.parametrize("option", ["default", "bf16", "every backward"])
