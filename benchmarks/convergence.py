@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
         "grad_codec": _BOTH,
     },
     "outer-30": {**_ISLANDS, "outer_every": 30},
+    "outer-30-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
     "int2-nodes-both": {

@@ -63,7 +63,6 @@ _FIELDS = {  # options of the command by field of `ShardConfig`
     "codec_links": "codec_links",
     "prefetch": "prefetch",
     "outer_every": "outer_every",
-    "outer_codec": "outer_codec",
     "param_dtype": "param_dtype",
     "reduce_dtype": "reduce_dtype",
     "grad_accum_dtype": "grad_accum_dtype",

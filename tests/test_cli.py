@@ -31,7 +31,16 @@ OPTIONS = {
     "estimate": [
         *("model", "--nodes", "--ranks-per-node", "--nodes-per-switch", "--preset", "--partition-size", "--params"),
         *("--grads", "--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
-        *("--param-dtype", "--reduce-dtype", "--units", "--state-bytes", "--micro-batch", "--seq-len"),
+        "--outer-every",
+        *(
+            "--param-dtype",
+            "--reduce-dtype",
+            "--grad-accum-dtype",
+            "--units",
+            "--state-bytes",
+            "--micro-batch",
+            "--seq-len",
+        ),
         *("--recompute", "--communicator-memory", "--memory", "--cluster"),
     ],
     "calibrate": ["--output", "--name", "--device", "--max-mib", "--stage-s", "--dtype", "--peak-tflops"],
