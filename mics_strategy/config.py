@@ -156,8 +156,8 @@ class ShardConfig:
             This changes the algorithm of the training. Every scope must fit into an island.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step, 0 to 1.
-        outer_codec: Codec of what outer steps send, with the values of `weight_codec`, or with stochastic rounding:
-            ``"int4"`` sends an eighth. All islands step on the same decoded values.
+        outer_codec: Codec of what outer steps send, with the values of `weight_codec`: ``"int4"`` sends an eighth. All
+            islands step on the same decoded values.
 
     Raises:
         ConfigError: An unknown value, or a value that is not available.

@@ -70,6 +70,11 @@ def check_codecs(weight_codec: Codec | None, grad_codec: Codec | None, outer_cod
             f"Codecs have blocks of different sizes, {sizes} values: every parameter starts with a block of each, and "
             f"would be padded to {common_numel} values on every rank. Use block sizes of which one divides the other."
         )
+    if outer_codec is not None and outer_codec.rounding != "nearest":
+        raise ConfigError(
+            f"`outer_codec={outer_codec!r}` rounds at random, so that ranks of an island which hold the same shard "
+            "would step on different sums. Use rounding='nearest'."
+        )
     if outer_codec is not None and (outer_codec.feedback or outer_codec.differences):
         raise ConfigError(
             f"`outer_codec={outer_codec!r}` has feedback or encodes differences of its own, and an outer step sends "

@@ -11,11 +11,11 @@ before: then the parameters are those of all islands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mics_strategy.checkpoint.manifest import Manifest
+from mics_strategy.checkpoint.manifest import FORMAT, Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY
 from mics_strategy.checkpoint.state import MODEL, LocalState, ReplicaId, names_of
 from mics_strategy.engine.handle import Sharded
@@ -97,7 +97,9 @@ def with_islands(manifest: Manifest, sharded: Sharded) -> Manifest:
     outer = outer_of(sharded)
     if outer is None:
         return manifest
-    return dataclasses.replace(manifest, islands=sharded.scopes.num_islands, steps_in_round=outer.num_in_round)
+    steps, is_between = outer.num_in_round, outer.num_in_round > 0
+    number = FORMAT if is_between else manifest.format  # others would load the first island's alone
+    return dataclasses.replace(manifest, islands=sharded.scopes.num_islands, steps_in_round=steps, format=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,31 @@ def check_islands(manifest: Manifest | None, sharded: Sharded) -> None:
     )
 
 
+def check_same_step(sharded: Sharded) -> None:
+    """Check that all islands save after the same step. Collective.
+
+    Raises:
+        CheckpointError: They do not. Raised on every rank.
+    """
+    outer = outer_of(sharded)
+    progress = (sharded.steps_done, 0 if outer is None else outer.num_in_round)
+    by_rank = sharded.internals.groups.agree_on(progress, "save_checkpoint (call it on every rank)")
+    for rank, (steps, in_round) in enumerate(by_rank) if outer is not None else ():
+        if (steps, in_round) != by_rank[0]:
+            raise CheckpointError(
+                f"Nothing was saved: rank 0 has run {by_rank[0][0]} steps, {by_rank[0][1]} of them since the last "
+                f"outer step, and rank {rank} {steps}, {in_round} of them since then. Save on all islands after the "
+                "same step: by its number, and not by the clock or when one island gets a signal."
+            )
+
+
 def load_outer(
-    manifest: Manifest | None, sharded: Sharded, read: Callable[[dict[str, Any]], None], *, has_optimizers: bool
+    manifest: Manifest | None,
+    sharded: Sharded,
+    read: Callable[[dict[str, Any]], None],
+    entries: Container[str],
+    *,
+    has_optimizers: bool,
 ) -> None:
     """Continue the round of the checkpoint, or begin one.
 
@@ -165,6 +190,7 @@ def load_outer(
         manifest: Manifest; None for a checkpoint of another library.
         sharded: Model, whose parameters are loaded.
         read: Function that fills nested dicts with names of the checkpoint.
+        entries: Names in the checkpoint. A parameter that is not there begins a round.
         has_optimizers: Whether optimizers are loaded.
     """
     outer = outer_of(sharded)
@@ -173,5 +199,10 @@ def load_outer(
     if manifest is None or manifest.islands == 1 or not has_optimizers:
         outer.restart()
         return
-    read({_OUTER: _outer_state(sharded, outer)})
+    outer.fill()
+    state = {
+        key: {name: values for name, values in of_key.items() if f"{_OUTER}.{key}.{name}" in entries}
+        for key, of_key in _outer_state(sharded, outer).items()
+    }
+    read({_OUTER: state})
     outer.resume(manifest.steps_in_round)

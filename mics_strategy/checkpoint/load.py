@@ -106,7 +106,8 @@ class OpenCheckpoint:
             target.apply(states)
             load_feedback()
             self._read_into(references)
-            load_outer(self._manifest, sharded, self._read_into, has_optimizers=bool(optimizers))
+            saved = self._metadata.state_dict_metadata
+            load_outer(self._manifest, sharded, self._read_into, saved, has_optimizers=bool(optimizers))
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         restore_references(sharded, references)

@@ -18,7 +18,7 @@ from typing import Any
 from mics_strategy.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 2  # increased when older versions of the package cannot read the files
+FORMAT = 3  # increased when older versions of the package cannot read the files: 3 has islands that differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Manifest:
     pending_micro_steps: int = 0
     islands: int = 1
     steps_in_round: int = 0
-    format: int = FORMAT
+    format: int = 2
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""

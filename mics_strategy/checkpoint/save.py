@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.checkpoint import atomic, shard_report
 from mics_strategy.checkpoint.feedback import add_feedback
-from mics_strategy.checkpoint.islands import add_islands, with_islands
+from mics_strategy.checkpoint.islands import add_islands, check_same_step, with_islands
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY, save_rng
 from mics_strategy.checkpoint.rank_local import class_name
@@ -130,7 +130,7 @@ def save_checkpoint(
         writes, which is used again: about 1 / world_size of the state, and the values of quantized states.
     """
     finish_saves(sharded)
-    sharded.internals.groups.agree_on(None, "save_checkpoint (call it on every rank)")
+    check_same_step(sharded)
     sharded.buffers.synchronize()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))

@@ -187,7 +187,11 @@ class ProcessGroups:
             fingerprints[STEPS] = self._steps
         if self.shard_group is not None:
             fingerprints[f"owned tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
-        return fingerprints | self.resources.call_watch.records.fingerprints
+        records = self.resources.call_watch.records.fingerprints
+        if self.scopes.num_islands > 1:  # those of a synchronous model beside this one are of all ranks
+            own = set(self.island.ranks)
+            records = {name: record for name, record in records.items() if own.issuperset(record.ranks)}
+        return fingerprints | records
 
     @property
     def generators(self) -> list[torch.Generator]:

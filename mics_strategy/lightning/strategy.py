@@ -177,6 +177,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     @override
     def setup_environment(self) -> None:
         validate.check_callbacks(self.framework, self._trainer)
+        validate.check_saves_of_islands(self.config.outer_every, self._state_dict_type, self._trainer)
         super().setup_environment()
 
     @contextmanager

@@ -87,6 +87,21 @@ def check_ranks_remain(state_dict_type: str) -> None:
         )
 
 
+def check_saves_of_islands(outer_every: int, state_dict_type: str, trainer: Any) -> None:
+    """Refuse full checkpoints of optimizers that differ between islands, before anything is trained.
+
+    Raises:
+        ConfigError: A callback would save them.
+    """
+    saves = [callback for callback in trainer.checkpoint_callbacks if not getattr(callback, "save_weights_only", False)]
+    if outer_every and state_dict_type == "full" and saves:
+        raise ConfigError(
+            f"`outer_every={outer_every}` with `state_dict_type='full'`: one file holds one state of the optimizers, "
+            f"which differ between islands, and {type(saves[0]).__name__} would fail at its first save. Use "
+            "state_dict_type='sharded', ModelCheckpoint(save_weights_only=True) or Trainer(enable_checkpointing=False)."
+        )
+
+
 def check_async_save(state_dict_type: str, save_asynchronously: bool) -> None:
     """Refuse asynchronous saves of full checkpoints by this strategy.
 

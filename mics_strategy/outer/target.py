@@ -56,7 +56,8 @@ class OptimizersOfStep:
                 problem = f"no optimizer has `{next(iter(self._names[key] for key in self._left), '')}`"
             raise LifecycleError(
                 f"An outer step comes behind the last optimizer of a step, but {problem}. Give all trained parameters "
-                "to optimizers, let the same number step behind every backward, or use outer_every=0."
+                "to optimizers, let the same number step behind every backward (with fp16 a scaler may skip one of "
+                "several: use bf16), or use outer_every=0."
             )
         self._num_expected, self._num_stepped = self._num_expected or self._num_stepped, 0
 
@@ -94,6 +95,7 @@ class OuterTarget(OptimizerTarget):
         self._broadcasts_buffers = config.broadcast_buffers
         self._optimizers = OptimizersOfStep([p for outer in self.buckets for p in outer.bucket.sharded_params])
         self._has_anchor = False  # taken before the first step, after whatever is loaded
+        self._is_late = False  # an outer step was due, and its last optimizer has not stepped
 
     def follow(self, sharded: Sharded) -> None:
         """Connect with the model, once it is sharded."""
@@ -114,7 +116,8 @@ class OuterTarget(OptimizerTarget):
             self.check_load(incompatible.missing_keys)
             self.restart()
 
-        sharded.model.register_load_state_dict_post_hook(on_load)
+        for module in sharded.model.modules():  # also of a part of the model, which is loaded by itself
+            module.register_load_state_dict_post_hook(on_load)
 
     def fill(self) -> None:
         """Set the outer state to that of a round which begins with the present parameters, unless one has begun."""
@@ -138,11 +141,11 @@ class OuterTarget(OptimizerTarget):
 
     def restart(self) -> None:
         """Let the next step begin a round: parameters were loaded, the same on all islands."""
-        self._has_anchor, self.num_in_round = False, 0
+        self._has_anchor, self._is_late, self.num_in_round = False, False, 0
 
     def resume(self, num_in_round: int) -> None:
         """Continue a round: the outer state was loaded."""
-        self._has_anchor, self.num_in_round = True, num_in_round
+        self._has_anchor, self._is_late, self.num_in_round = True, False, num_in_round
 
     def check_load(self, missing: Sequence[str]) -> None:
         """Raise if a part of the parameters is loaded while the others differ between islands.
@@ -161,9 +164,10 @@ class OuterTarget(OptimizerTarget):
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         stepped = list(parameters)
         if self.engine.backwards.num_in_step:
-            self._optimizers.begin_step(is_late=self.num_in_round >= self._every)
+            self._optimizers.begin_step(is_late=self._is_late)
             self.num_in_round += 1
-        is_due = self._optimizers.take(stepped) and self.num_in_round >= self._every  # more: a loaded round was longer
+        is_last, is_round_over = self._optimizers.take(stepped), self.num_in_round >= self._every  # a loaded one: more
+        is_due, self._is_late = is_last and is_round_over, is_round_over and not is_last
         if is_due:
             self._outer_step()
         super().post_step(stepped, exchanges)

@@ -100,7 +100,7 @@ def autotune(scopes: Scopes, resources: CommResources) -> list[TuningResult]:
         `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before that.
     """
     untuned = scopes.untuned()
-    control = resources.control_group("control", scopes.span(1, scopes.world_size)) if untuned else None
+    control = resources.control_group("control", scopes.span(1, scopes.job_size)) if untuned else None
     key = backend_key(control.transport.group, resources.device) if control is not None else None
     if control is None or key is None:
         return []

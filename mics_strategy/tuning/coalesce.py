@@ -141,8 +141,9 @@ def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device
 
     Results are those of this process, of earlier jobs, or of a measurement.
     """
-    key = backend_key(groups.world_group.transport.group, device) if groups.world_group is not None else None
-    if groups.world_group is None or key is None or not candidates:
+    control = groups.island.job_group  # rank 0 chooses for all islands
+    key = backend_key(control.transport.group, device) if control is not None else None
+    if control is None or key is None or not candidates:
         return set()
     in_process = _benchmarked_in_process.setdefault(dist.group.WORLD, {})
     spans = {text: groups.scopes.span_of(candidate.role) for text, candidate in candidates.items()}
@@ -154,11 +155,9 @@ def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device
             for text in missing
         }
         loaded = [load_cached(tuning_keys[text]) for text in missing] if groups.rank == 0 else []
-        cached = dict(zip(missing, groups.world_group.broadcast_object(loaded, 0), strict=True))
+        cached = dict(zip(missing, control.broadcast_object(loaded, 0), strict=True))
         measured = {
-            text: benchmark(candidates[text], groups, groups.world_group, device)
-            for text in missing
-            if cached[text] is None
+            text: benchmark(candidates[text], groups, control, device) for text in missing if cached[text] is None
         }
         groups.traffic_log.drain()
         if groups.rank == 0:

@@ -191,7 +191,7 @@ def test_sizes_alone_are_compared_without_reading(tmp_path: Path) -> None:
         ('{"format": 1}', "is not a complete manifest"),
         (manifest(1, {}).to_json()[:-40], "is not a complete manifest"),
         (manifest(1, {}).to_json().replace('"step"', '"stop"'), "is not a complete manifest"),
-        (manifest(1, {}).to_json().replace(f'"format": {FORMAT}', '"format": 99'), "format 99.*Upgrade"),
+        (manifest(1, {}).to_json().replace('"format": 2', '"format": 99'), f"format 99.*up to {FORMAT}. Upgrade"),
     ],
 )
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str, words: str) -> None:

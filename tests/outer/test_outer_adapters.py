@@ -50,6 +50,22 @@ def test_a_trainer_steps_in_islands_and_resumes_bit_by_bit(ranks: RankPool, tmp_
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def refused_at_start(ctx: RankContext, folder: str) -> str:
+    fitting = trainer(
+        ctx, mics("mics", outer_every=EVERY), max_steps=1, enable_checkpointing=True, default_root_dir=folder
+    )
+    try:
+        fitting.fit(Regression("adamw"), loader())
+    except MiCSError as error:
+        return str(error)
+    return ""
+
+
+def test_a_trainer_that_would_save_one_file_is_refused_before_it_trains(ranks: RankPool, tmp_path: Path) -> None:
+    words = "ModelCheckpoint would fail at its first save. Use state_dict_type='sharded'"
+    assert all(words in text for text in run(ranks, 4, refused_at_start, str(tmp_path), ranks_per_node=2))
+
+
 def saves_whole(ctx: RankContext, path: str) -> str:
     fitting = trainer(ctx, mics("mics", outer_every=EVERY), max_steps=1)
     fitting.fit(Regression("adamw"), loader())
