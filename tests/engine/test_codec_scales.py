@@ -135,7 +135,7 @@ def test_shares_of_an_all_reduce_begin_with_a_block(numel: int) -> None:
 
 def test_blocks_without_a_common_size_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"`weight_codec` has blocks of 4094 values, `grad_codec` of 4098.*one divides the other"
+        ConfigError, match=r"`weight_codec` of 4094, `grad_codec` of 4098 values.*one divides the other"
     ):
         ShardConfig(weight_codec=Codec(bits=8, block_size=4094), grad_codec=Codec(bits=8, block_size=4098))
 
