@@ -4,14 +4,13 @@ import contextlib
 import io
 import json
 import os
-import warnings
 from pathlib import Path
 from unittest import mock
 
 from accelerate.state import AcceleratorState
 
 from recipes.config import load_recipe
-from recipes.pretrain import main, pretrain
+from recipes.pretrain import pretrain
 
 DEBUG = Path(__file__).resolve().parents[2] / "recipes" / "llama" / "debug.yaml"
 STRATEGIES = {"lightning": "auto", "accelerate": "ddp"}
@@ -42,20 +41,6 @@ def run_debug_recipe(
         if not draws:
             stack.enter_context(mock.patch("recipes.report_page._plots", return_value=[]))
         pretrain(load_recipe(given, has_cuda=False))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return output.getvalue()
-
-
-def run_here(repository: Path, *arguments: str) -> str:
-    """Run the program in this process, as its only rank; return what it prints."""
-    output = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(output))
-        stack.enter_context(contextlib.chdir(repository))
-        stack.enter_context(mock.patch.dict(os.environ))  # frameworks note seeds there
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("default")  # no errors, as in an interpreter of its own
-        main(arguments)
     AcceleratorState._reset_state(reset_partial_state=True)
     return output.getvalue()
 

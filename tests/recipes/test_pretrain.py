@@ -11,7 +11,6 @@ import pytest
 
 from recipes.config import load_recipe
 from recipes.pretrain import main
-from tests.recipes.short_runs import run_here
 
 pytestmark = pytest.mark.slow
 STEPS = 40
@@ -19,17 +18,14 @@ SAVED_AT = 25
 SHARDED = ("--trainer.checkpoint_format=sharded", "--trainer.log_every_steps=5")
 
 
-def arguments(cache_dir: Path, output_dir: Path, *options: str, strategy: str = "ddp") -> list[str]:
-    """Arguments of the program for the smallest recipe."""
-    folders = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={output_dir}")
-    return ["--config", "recipes/llama/debug.yaml", f"--strategy.name={strategy}", *folders, *options]
-
-
 def run(
     repository: Path, cache_dir: Path, output_dir: Path, *options: str, strategy: str = "ddp"
 ) -> subprocess.CompletedProcess[str]:
-    given = arguments(cache_dir, output_dir, *options, strategy=strategy)
-    command = [sys.executable, "-m", "recipes.pretrain", *given]
+    command = [
+        *(sys.executable, "-m", "recipes.pretrain", "--config", "recipes/llama/debug.yaml"),
+        *(f"--strategy.name={strategy}", f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={output_dir}"),
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
 
@@ -106,8 +102,9 @@ def test_a_run_continues_on_another_number_of_ranks(
     last = shutil.ignore_patterns(f"step={STEPS}.*")
     shutil.copytree(output_dir / "checkpoints", tmp_path / "checkpoints", ignore=last)
     options = (f"--trainer.max_steps={STEPS}", "--trainer.log_every_steps=5", "--trainer.resume=auto")
-    output = run_here(repository, *arguments(cache_dir, tmp_path, "--trainer.devices=1", *options))
-    assert f"continues {tmp_path / 'checkpoints' / f'step={SAVED_AT}.ckpt'}" in output
+    result = run(repository, cache_dir, tmp_path, "--trainer.devices=1", *options)
+    assert result.returncode == 0, result.stderr
+    assert f"continues {tmp_path / 'checkpoints' / f'step={SAVED_AT}.ckpt'}" in result.stdout
     resumed, whole = losses(tmp_path), losses(output_dir)
     assert sorted(resumed) == [SAVED_AT + 1, 30, 35, 40]
     assert [resumed[35], resumed[40]] == pytest.approx([whole[35], whole[40]], abs=1e-4)
@@ -154,7 +151,8 @@ def test_sharded_checkpoints_resume_on_another_number_of_ranks(
     shutil.rmtree(last)
     resuming = (f"--trainer.max_steps={STEPS}", "--trainer.resume=auto", "--trainer.devices=1")
     alone = "--strategy.shard={partition_size: 1}"
-    run_here(repository, *arguments(cache_dir, tmp_path, *SHARDED, *resuming, alone, strategy="mics"))
+    result = run(repository, cache_dir, tmp_path, *SHARDED, *resuming, alone, strategy="mics")
+    assert result.returncode == 0, result.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line].count(STEPS) == 1  # taken again
     resumed, whole = losses(tmp_path), losses(finished[0])

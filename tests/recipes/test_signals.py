@@ -13,18 +13,9 @@ from typing import IO
 
 import pytest
 
-from tests.interpreters import python_path
-from tests.recipes.short_runs import run_here
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 400  # more than are done before a signal arrives
 LOGGED = "--trainer.log_every_steps=1"
-
-
-def arguments(cache: Path, output: Path, *options: str) -> list[str]:
-    """Arguments of the program for the smallest recipe."""
-    folders = (f"--data.cache_dir={cache}", f"--trainer.output_dir={output}")
-    return ["llama-debug", *folders, LOGGED, "--sample.num_tokens=0", *options]
 
 
 def start(
@@ -32,8 +23,11 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a run in a session of its own, as a terminal does."""
     cache, output = folders
-    command = [sys.executable, "-m", "recipes.pretrain", *arguments(cache, output, *options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(repository)}
+    command = [
+        *(sys.executable, "-m", "recipes.pretrain", "llama-debug", f"--data.cache_dir={cache}"),
+        *(f"--trainer.output_dir={output}", LOGGED, "--sample.num_tokens=0", *options),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
     process = subprocess.Popen(
         command,
         cwd=repository,
@@ -118,7 +112,9 @@ def test_sigterm_saves_and_the_printed_command_continues(
     assert "Traceback" not in errors
     resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
     shorter = ("--trainer.max_steps=" + str(last + 2), *ALONE, *resume)
-    run_here(repository, *arguments(cache_dir, tmp_path, f"--trainer.framework={framework}", *options, *shorter))
+    continued = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options, *shorter)
+    _, errors = continued.communicate()
+    assert continued.returncode == 0, errors
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
 
 
