@@ -143,14 +143,14 @@ class MemoryPlan:
         sizes["poisoned parameters"] = sum(self.poisoned_bytes[unit.kind] for unit in self.units)
         residuals = partial(_num_residuals, scopes=scopes)
         sizes["error feedback"] = torch.float32.itemsize * self._sum(residuals, of_trainable=True)
-        sizes["used parameters"] = self.usage_numel * USAGE_DTYPE.itemsize
-        sizes["all-gather staging buffers"] = self.gather_staging.total_bytes
-        sizes["cast staging buffers"] = self.cast_staging.total_bytes
         by_depth = sum(staging.total_bytes for staging in self.grad_staging_by_depth.values())
         sizes["gradient staging buffers"] = self.shared_grad_staging_bytes + by_depth
         sizes["second-hop staging buffers"] = self.second_hop_staging.total_bytes
+        sizes["used parameters"] = self.usage_numel * USAGE_DTYPE.itemsize
         shapes = (shape for bucket in self._buckets for shape in collectives_of(bucket, scopes))
         sizes["workspaces"] = workspace_bytes(comm_layout(scopes), shapes)
+        sizes["all-gather staging buffers"] = self.gather_staging.total_bytes
+        sizes["cast staging buffers"] = self.cast_staging.total_bytes
         return sizes
 
     def piece(self, purpose: str, bucket: BucketSpec) -> Piece | None:

@@ -51,7 +51,7 @@ class Certainty:
 CERTAINTIES = (
     Certainty(waiting_below=0.2, half=0.05, most=0.10, runs=134),
     Certainty(waiting_below=0.4, half=0.06, most=0.16, runs=25),
-    Certainty(waiting_below=math.inf, half=0.20, most=2.2, runs=17),
+    Certainty(waiting_below=math.inf, half=0.19, most=2.2, runs=17),
 )
 
 
