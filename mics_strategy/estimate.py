@@ -12,7 +12,7 @@ from torch import nn
 
 from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.bucket_specs import NOTHING_TO_COALESCE, BucketRules, coalescible_roles, with_coalescing
+from mics_strategy.engine.bucket_specs import NOTHING_TO_COALESCE, BucketRules, coalesced
 from mics_strategy.engine.build import make_bucket_specs, plan_memory
 from mics_strategy.engine.plan import Plan, StepOrder, UnitPlan, plan_step
 from mics_strategy.engine.units import UnitRule, find_units
@@ -105,7 +105,7 @@ def estimate_memory(
     rules = BucketRules.of(scopes, is_stream_ordered=True)
     specs = make_bucket_specs(modules, config, rules)
     if config.coalesce is True:
-        specs = [tuple(with_coalescing(spec, coalescible_roles(spec, scopes)) for spec in of_unit) for of_unit in specs]
+        specs = [coalesced(of_unit, scopes) for of_unit in specs]
         if not any(spec.coalesce_all_gather or spec.coalesce_reduce_scatter for of_unit in specs for spec in of_unit):
             raise ConfigError(NOTHING_TO_COALESCE)
     plan = plan_memory(modules, specs, config, scopes)

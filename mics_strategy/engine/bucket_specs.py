@@ -214,6 +214,11 @@ def with_coalescing(bucket: BucketSpec, roles: Iterable[str]) -> BucketSpec:
     return dataclasses.replace(bucket, coalesce_all_gather=gathers, coalesce_reduce_scatter=scatters)
 
 
+def coalesced(buckets: Iterable[BucketSpec], scopes: Scopes) -> tuple[BucketSpec, ...]:
+    """The buckets with all their tensors sent in one launch that can be: `coalesce=True`."""
+    return tuple(with_coalescing(bucket, coalescible_roles(bucket, scopes)) for bucket in buckets)
+
+
 def can_reduce_in_place(bucket: BucketSpec) -> bool:
     """Whether gradients can be sent as autograd stores them: in the parameters' dtype."""
     return bucket.trainable and bucket.param_dtype == bucket.wire_dtype

@@ -10,14 +10,7 @@ import functools
 import torch
 
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.bucket_specs import (
-    BucketRules,
-    BucketSpec,
-    ParamSpec,
-    coalescible_roles,
-    make_buckets,
-    with_coalescing,
-)
+from mics_strategy.engine.bucket_specs import BucketRules, BucketSpec, ParamSpec, coalesced, make_buckets
 from mics_strategy.engine.memory_plan import MemoryPlan, UnitBuckets
 from mics_strategy.planner.model import ModelDescription, UnitModel
 from mics_strategy.scopes import Scopes
@@ -42,10 +35,7 @@ def engine_memory(
         if unit.kind not in by_kind:
             by_kind[unit.kind] = _make_buckets(_param_specs(unit, config, master_dtype), rules)
     if config.coalesce is True:
-        by_kind = {
-            kind: tuple(with_coalescing(bucket, coalescible_roles(bucket, scopes)) for bucket in buckets)
-            for kind, buckets in by_kind.items()
-        }
+        by_kind = {kind: coalesced(buckets, scopes) for kind, buckets in by_kind.items()}
     units = [
         UnitBuckets(name=unit.name, kind=unit.kind, depth=unit.depth if unit.name else 0, buckets=by_kind[unit.kind])
         for unit in model.units

@@ -62,7 +62,7 @@ class UnitModel:
         attention_flop: FLOP of fused attention among `forward_flop`.
         attention_share: Share of its best speed at which attention runs with this length and head size; see
             `attention_speed`.
-        attention: What recomputing attention alone frees and costs.
+        attention: Bytes and FLOP that recomputing attention alone frees and costs.
         tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing behind
             it is kept.
         width: Elements of a token in its matrix products, 0 where that is not known.

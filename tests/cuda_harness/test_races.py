@@ -78,9 +78,13 @@ def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recompute
 
 
 @pytest.mark.parametrize("preset", ["paro-iig", "paro-nig"])
-@pytest.mark.parametrize("codecs", [{}, {"grad_codec": "int8", "codec_links": "all"}], ids=["plain", "int8"])
+@pytest.mark.parametrize(
+    "codecs",
+    [{}, {"grad_codec": "int8", "codec_links": "all"}, {"grad_accum_dtype": "bfloat16"}],
+    ids=["plain", "int8", "sums in bf16"],
+)
 def test_a_second_hop_takes_a_buffer_that_the_one_before_has_sent(preset: str, codecs: dict[str, str]) -> None:
-    """Sums in fp32 are cast into one of two buffers, with codecs on the stream that encodes ahead."""
+    """Sums in fp32 are cast into one of two buffers, with codecs on the stream that encodes ahead; others are sent."""
     assert run(config_of(preset, **OPTIONS["bf16 wires"], **codecs), declared).races == []
 
 
