@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import math
 import os
 import platform
 import sys
@@ -21,28 +20,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import deepspeed_setup
+from benchmarks import deepspeed_setup, workload_options
 from benchmarks.entries import COMPUTE, PEERS, Entry, default_ours, parse_ours, peer
 from benchmarks.launch import RankFailedError
 from benchmarks.measure import Setup, measure
 from benchmarks.report import Cluster, Report, describe, make_report, plot, table, write_json
 from benchmarks.testbed import TestbedError, make_testbed
-from benchmarks.workload import AWAY, CORES, Workload
+from benchmarks.workload import Workload
 
 _DEEPSPEED = "deepspeed-mics"
 _LOSS_TOLERANCE = 1e-4
 _LEAST_STEPS = 5
-# Few tokens and a small vocabulary: the blocks hold 99 % of the parameters, and cores have little to do. The link of
-# 200 Mbit/s needs 0.66 of the time that two nodes' blocks sleep in four micro-steps.
-_AWAY_DEFAULTS = {
-    "width": [192],
-    "layers": 12,
-    "vocabulary": 64,
-    "sequence": 4,
-    "micro_batch": 1,
-    "forward_ms": 6.0,
-    "backward_ms": 12.0,
-}
 _LEGEND = """\
 step s: median over all measured steps of the slowest rank; where outer steps are among them the mean, as of the other
 columns. cpu s: CPU time of all ranks in a step, which the machine's cores share. sent MB: most that left one node in a
@@ -53,9 +41,8 @@ floor; compute: by that of compute alone."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print and write; 0 when all engines ran or were refused, and agree."""
-    options = parse(arguments)
     try:
-        return _compare(options)
+        return _compare(workload_options.parse(parser(), arguments))
     except (TestbedError, RankFailedError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -63,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     entries = _entries(options)
-    _check_sleeps(options)
     _check_outer_steps(entries, options)
     if options.rounds * options.steps < _LEAST_STEPS:
         raise ValueError(
@@ -75,7 +61,7 @@ def _compare(options: argparse.Namespace) -> int:
     print(_sharing(options), flush=True)
     reports = []
     with make_testbed(nodes=options.nodes, rate_mbit=options.rate_mbit, loopback_mbit=options.loopback_mbit) as bed:
-        for workload in _workloads(options):
+        for workload in workload_options.workloads(options, options.dtype):
             measured = measure(bed, entries, _setup(options, workload), say=lambda line: print(line, flush=True))
             cluster = Cluster(nodes=options.nodes, ranks_per_node=options.ranks_per_node, rate_mbit=options.rate_mbit)
             reports.append(make_report(measured, workload, cluster, loss_tolerance=options.loss_tolerance))
@@ -84,16 +70,6 @@ def _compare(options: argparse.Namespace) -> int:
     if options.output is not None:
         _write(reports, options)
     return 0 if all(report.is_sound for report in reports) else 1
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of a command line; the model's defaults are those of its `--compute`."""
-    made = parser()
-    options = made.parse_args(arguments)
-    if options.compute == AWAY:
-        made.set_defaults(**_AWAY_DEFAULTS)
-        options = made.parse_args(arguments)
-    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,15 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--peers", default=",".join(PEERS), help="any of %(default)s")
     add("--ours", default=None, help="presets, each with overrides: mics,zero3:prefetch=2,overlap=none")
     add("--deepspeed-python", default=None, help="an interpreter with deepspeed==0.19.2, to run its MiCS, too")
-    add("--compute", choices=(CORES, AWAY), default=CORES, help="away: layers sleep, as if they computed on a GPU")
-    add("--forward-ms", type=float, default=0.0, help="sleep of a layer's forward; with --compute away, by default 6")
-    add("--backward-ms", type=float, default=0.0, help="and of its backward, by default 12")
-    add("--accumulation", type=int, nargs="+", default=[4], help="micro-steps of a step; a table for each")
-    add("--width", type=int, nargs="+", default=[256], help="of the model; a table for each")
-    add("--layers", type=int, default=6)
-    add("--vocabulary", type=int, default=2048)
-    add("--sequence", type=int, default=64)
-    add("--micro-batch", type=int, default=2)
+    workload_options.add_options(made, accumulation=[4])
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--rounds", type=int, default=2, help="in each, every engine runs once")
     add("--steps", type=int, default=4, help="measured in each round")
@@ -133,16 +101,6 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
     return [peer(COMPUTE), *peers, *optional, *parse_ours(ours)]
 
 
-def _check_sleeps(options: argparse.Namespace) -> None:
-    asked = f"`--forward-ms {options.forward_ms:g} --backward-ms {options.backward_ms:g}`"
-    if options.compute == CORES and (options.forward_ms or options.backward_ms):
-        raise ValueError(
-            f"{asked} was asked for, and with `--compute {CORES}` no layer sleeps. Add `--compute {AWAY}`."
-        )
-    if options.compute == AWAY and not (0 < options.forward_ms < math.inf and 0 < options.backward_ms < math.inf):
-        raise ValueError(f"{asked} is no time of a layer. Use finite numbers above 0 for both.")
-
-
 def _check_outer_steps(entries: list[Entry], options: argparse.Namespace) -> None:
     for entry in entries:
         every = entry.overrides.get("outer_every", 0)
@@ -151,25 +109,6 @@ def _check_outer_steps(entries: list[Entry], options: argparse.Namespace) -> Non
                 f"`--steps {options.steps} --warm-up {options.warm_up}`: `{entry.label}` takes an outer step after "
                 f"every {every} steps, and a mean is of whole rounds. Use multiples of {every} for both."
             )
-
-
-def _workloads(options: argparse.Namespace) -> list[Workload]:
-    return [
-        Workload(
-            width=width,
-            layers=options.layers,
-            vocabulary=options.vocabulary,
-            sequence=options.sequence,
-            micro_batch=options.micro_batch,
-            accumulation=accumulation,
-            dtype=options.dtype,
-            compute=options.compute,
-            forward_s=options.forward_ms / 1e3,
-            backward_s=options.backward_ms / 1e3,
-        )
-        for width in options.width
-        for accumulation in options.accumulation
-    ]
 
 
 def _setup(options: argparse.Namespace, workload: Workload) -> Setup:

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.truth`` calibrates the testbed, predicts bytes and time of every configuration, and measures them
 with the engine, all in one run. Nothing is fitted to a configuration: the links are those that `mics calibrate` has
-measured, the computation that of the plain model with all ranks computing at once. See docs/planner-truth.md.
+measured, the computation that of the plain model with all ranks computing at once. With ``--compute away`` layers sleep
+in place of computing, as in `benchmarks.compare`. See docs/planner-truth.md.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import unit_times
+from benchmarks import unit_times, workload_options
 from benchmarks.entries import Entry, parse_ours
 from benchmarks.launch import Launch, RankFailedError, launch
 from benchmarks.measure import Measured, Setup, measure
 from benchmarks.testbed import Testbed, TestbedError, make_testbed
-from benchmarks.workload import Workload
+from benchmarks.workload import AWAY, Workload
 from mics_strategy import MiCSError, ShardConfig
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster
@@ -49,6 +50,7 @@ class Row:
     Attributes:
         label: The entry.
         rate_mbit: Rate of a node's link, Mbit/s.
+        width: Width of the model.
         accumulation: Micro-steps of a step.
         predicted_s: Predicted seconds of a step.
         measured_s: Median over the measured steps of the slowest rank.
@@ -59,6 +61,7 @@ class Row:
 
     label: str
     rate_mbit: float
+    width: int
     accumulation: int
     predicted_s: float
     measured_s: float
@@ -79,10 +82,10 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, measure, print and write; 0 when every configuration ran and all bytes are as planned."""
-    options = parser().parse_args(arguments)
     try:
+        options = workload_options.parse(parser(), arguments)
         rows = run(options)
-    except (TestbedError, RankFailedError, MiCSError) as error:
+    except (TestbedError, RankFailedError, MiCSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(report(rows))
@@ -98,13 +101,8 @@ def parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=2)
     add("--ranks-per-node", type=int, default=2)
     add("--rate-mbit", type=float, nargs="+", default=[200.0, 800.0], help="of each node's link, in each direction")
-    add("--accumulation", type=int, nargs="+", default=[1, 4], help="micro-steps of a step")
     add("--ours", default=OURS, help="presets, each with overrides, as for `compare`")
-    add("--width", type=int, default=256)
-    add("--layers", type=int, default=6)
-    add("--vocabulary", type=int, default=2048)
-    add("--sequence", type=int, default=64)
-    add("--micro-batch", type=int, default=2)
+    workload_options.add_options(made, accumulation=[1, 4])
     add("--rounds", type=int, default=1, help="in each, every configuration runs once")
     add("--steps", type=int, default=4, help="measured in each round")
     add("--warm-up", type=int, default=2, help="steps before them")
@@ -129,25 +127,14 @@ def run(options: argparse.Namespace) -> list[Row]:
         folder.mkdir(parents=True, exist_ok=True)
         for rate_mbit in options.rate_mbit:
             with make_testbed(nodes=options.nodes, rate_mbit=rate_mbit) as bed:
-                for accumulation in options.accumulation:
-                    rows += _rows(bed, entries, rate_mbit, _workload(options, accumulation), (options, folder))
+                for workload in workload_options.workloads(options):
+                    rows += _rows(bed, entries, rate_mbit, workload, (options, folder))
     return rows
 
 
 def _two_stages(entry: Entry) -> Entry:
     """With the number of stages fixed: what `hierarchical="auto"` would find is no business of this comparison."""
     return dataclasses.replace(entry, overrides={"hierarchical": True, **entry.overrides})
-
-
-def _workload(options: argparse.Namespace, accumulation: int) -> Workload:
-    return Workload(
-        width=options.width,
-        layers=options.layers,
-        vocabulary=options.vocabulary,
-        sequence=options.sequence,
-        micro_batch=options.micro_batch,
-        accumulation=accumulation,
-    )
 
 
 def _rows(
@@ -162,10 +149,12 @@ def _rows(
     if not cluster_path.exists():
         command = ["-m", "mics_strategy.cli", "calibrate", "--output", str(cluster_path), "--name", "testbed"]
         _launch(bed, options, [*command, "--stage-s", str(options.stage_s), "--max-mib", "32"])
-    units_path = folder / f"units-{rate_mbit:g}-{workload.accumulation}.json"
+    units_path = folder / f"units-{rate_mbit:g}-{workload.width}-{workload.accumulation}.json"
     four = dataclasses.replace(workload, accumulation=max(2, workload.accumulation))
     _launch(bed, options, ["-m", "benchmarks.unit_times", json.dumps(four.as_dict()), str(units_path)])
     cluster = Cluster.load(cluster_path)
+    if workload.compute == AWAY:  # what computes somewhere else takes no core from what is sent
+        cluster = dataclasses.replace(cluster, measured_overlaps=(), overlap_slowdown=1.0)
     planned = PlannedWorkload(
         model=describe(workload),
         global_batch=workload.micro_batch * workload.accumulation * cluster.world_size,
@@ -220,6 +209,7 @@ def _row(item: Measured, planned: PlannedWorkload, cluster: Cluster, rate_mbit: 
     return Row(
         label=item.entry.label,
         rate_mbit=rate_mbit,
+        width=workload.width,
         accumulation=workload.accumulation,
         predicted_s=step.step_s,
         measured_s=statistics.median(value for one_round in item.rounds for value in one_round.step_s),
@@ -233,13 +223,14 @@ def _row(item: Measured, planned: PlannedWorkload, cluster: Cluster, rate_mbit: 
 
 def report(rows: list[Row]) -> str:
     """The rows as a table, and how good the predictions are."""
-    header = ("configuration", "Mbit/s", "micro-steps", "predicted s", "measured s", "error", "bytes", "wire")
+    header = ("configuration", "Mbit/s", "width", "micro-steps", "predicted s", "measured s", "error", "bytes", "wire")
     lines = [header]
     for row in rows:
         lines.append(
             (
                 row.label,
                 f"{row.rate_mbit:g}",
+                str(row.width),
                 str(row.accumulation),
                 f"{row.predicted_s:.3f}",
                 f"{row.measured_s:.3f}",
@@ -254,7 +245,7 @@ def report(rows: list[Row]) -> str:
         [
             *text_table(lines, num_left=1),
             f"{len(rows)} configurations; error of the step time: median {statistics.median(errors):.1%}, "
-            f"{sum(error <= 0.15 for error in errors)} of {len(rows)} within 15 %, worst {max(errors):.1%}",
+            f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5 %, worst {max(errors):.1%}",
             f"order: {right} of {clear} pairs that differ by {_CLEAR:.0%} or more are predicted right (Kendall's tau "
             f"{(2 * right - clear) / max(1, clear):.2f})",
             f"bytes: {sum(row.is_exact for row in rows)} of {len(rows)} equal to what the engine submitted",
@@ -263,13 +254,13 @@ def report(rows: list[Row]) -> str:
 
 
 def pairs_in_order(rows: list[Row]) -> tuple[int, int]:
-    """Pairs of configurations in the predicted order, and all pairs; of equal links and accumulation.
+    """Pairs of configurations in the predicted order, and all pairs; of equal links, widths and accumulation.
 
     Pairs with nearly the same measured time do not count.
     """
     right = clear = 0
     for first, second in itertools.combinations(rows, 2):
-        if (first.rate_mbit, first.accumulation) != (second.rate_mbit, second.accumulation):
+        if any(getattr(first, name) != getattr(second, name) for name in ("rate_mbit", "width", "accumulation")):
             continue
         if abs(first.measured_s / second.measured_s - 1) < _CLEAR:
             continue

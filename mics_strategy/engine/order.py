@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch.autograd.graph import Node
@@ -180,10 +179,12 @@ class TrainingPass:
     Attributes:
         checkpointed: Indices of the units that ran without gradients.
         recomputed: Those of them that were recomputed and whose backward has not ended.
+        following: Units that the backward needs after the one that it has reached, nearest first.
     """
 
     checkpointed: set[int] = field(default_factory=set)
     recomputed: set[Unit] = field(default_factory=set)
+    following: list[Unit] = field(default_factory=list)
     _units: list[Unit] = field(default_factory=list)
     _behind: list[Unit] = field(default_factory=list)  # units after the last one reached
 
@@ -193,24 +194,25 @@ class TrainingPass:
         if is_checkpointed:
             self.checkpointed.add(unit.index)
 
-    def upcoming(self, unit: Unit, count: int) -> list[Unit]:
-        """The `count` units that the backward needs after `unit`, nearest first.
+    def reach(self, unit: Unit) -> None:
+        """The backward has reached a unit.
 
-        Units that the forward ran after `unit` belong to the same checkpoint, unless they did at the last call already:
+        Units that the forward ran after it belong to the same checkpoint, unless they did at the last call already:
         then this backward skips them.
         """
         if unit not in self._units:
-            return []
+            self.following = []
+            return
         position = len(self._units) - 1 - self._units[::-1].index(unit)
         before, behind = self._units[:position], self._units[position + 1 :]
         if behind == self._behind:
             behind = []
         self._units, self._behind = before + behind, behind
-        return list(islice(dict.fromkeys([*behind, *reversed(before)]), count))
+        self.following = list(dict.fromkeys([*behind, *reversed(before)]))
 
     def clear(self) -> None:
         """Start a new pass."""
-        self._units, self._behind = [], []
+        self._units, self._behind, self.following = [], [], []
         self.checkpointed.clear()
         self.recomputed.clear()
 

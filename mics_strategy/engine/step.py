@@ -98,7 +98,7 @@ class Engine:
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-        self._unshard(unit, self._upcoming_in_forward(unit, is_recomputed=is_recomputed))
+        self._unshard(unit, self._next_units(unit, is_recomputed=is_recomputed))
         for region in regions:
             region.save_mark()  # torch ends a recomputation with the last one
         unit.enter_forward()
@@ -153,7 +153,7 @@ class Engine:
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
             _check_unchanged(call)
-            self._unshard(unit, () if call.is_recomputed else self._upcoming_in_backward(unit))
+            self._unshard(unit, () if call.is_recomputed else self._reach(unit))
             unit.enter_backward(call.enter)
             if call.is_recomputed:
                 unit.earliest_enter = call.enter
@@ -295,16 +295,17 @@ class Engine:
         if unit.unshard_state is not UnshardState.UNSHARDED:
             self._unshard(unit)
 
-    def _upcoming_in_forward(self, current: Unit, *, is_recomputed: bool) -> list[Unit]:
-        """The units that a forward needs after `current`, nearest first."""
+    def _next_units(self, current: Unit, *, is_recomputed: bool) -> list[Unit]:
+        """The units that are needed after `current`, whose forward begins, nearest first."""
         if is_recomputed:
-            return self._upcoming_in_backward(current) if current.index in self._pass.checkpointed else []
+            return self._reach(current) if current.index in self._pass.checkpointed else []
         return [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)]
 
-    def _upcoming_in_backward(self, current: Unit) -> list[Unit]:
-        """The units that the backward needs after `current`, nearest first."""
+    def _reach(self, current: Unit) -> list[Unit]:
+        """The backward has reached `current`. Returns the units that it needs after it, nearest first."""
         if self._pass.checkpointed:
-            return self._pass.upcoming(current, self.overlap.prefetch)
+            self._pass.reach(current)
+            return self._pass.following[: self.overlap.prefetch]
         return self._pending.upcoming(self.overlap.prefetch)
 
     def _free_to_prefetch(self, current: Unit, upcoming: Iterable[Unit]) -> Iterator[Unit]:
@@ -349,7 +350,7 @@ class Engine:
             following: Forward whose backward this rank enters behind it; None at the end.
         """
         self._retire_finished_units(call)
-        self._unshard(call.unit, self._upcoming_in_backward(call.unit))
+        self._unshard(call.unit, self._reach(call.unit))
         self._recompute(call.regions, following)
 
     def _recompute(self, regions: Iterable[CheckpointedRegion], entered: ForwardCall | None) -> None:

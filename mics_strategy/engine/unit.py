@@ -89,11 +89,6 @@ class Unit:
         """Buckets that have gradients."""
         return [bucket for bucket in self.buckets if bucket.spec.trainable]
 
-    @property
-    def needs_staging(self) -> bool:
-        """Whether an all-gather of parameters needs a flat buffer."""
-        return self._staging.needs_flat
-
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter, or a view of one, in a shared slot."""
         if not self.slot.is_shared:

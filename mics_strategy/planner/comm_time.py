@@ -64,6 +64,18 @@ class CommTime:
     axes: tuple[Axis, ...]
     _cache: dict[tuple[str, str, int, int, CodecWork | None], StageTime] = field(default_factory=dict)
 
+    @property
+    def call_s(self) -> float:
+        """Seconds of one stage in which the host computes nothing else, and with it a device that is its CPU.
+
+        The smallest stage inside a node moves nothing to speak of: its time is that of calls, threads and wake-ups. A
+        GPU computes on meanwhile.
+        """
+        if self.cluster.backend != "gloo":
+            return 0.0
+        tables = (stage.seconds_by_bytes for stage in self.cluster.measured_stages if stage.link == INTRA_NODE)
+        return min((table[0][1] for table in tables), default=0.0)
+
     def of(self, stage: StageTraffic) -> StageTime:
         """The time of one stage."""
         key = (stage.collective, stage.axis, stage.size, stage.full_bytes, stage.codec_work)

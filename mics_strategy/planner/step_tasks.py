@@ -7,6 +7,7 @@ engine's rules (`engine.step`, `engine.reducer`):
   backward. Without the overlap it starts when the unit before has ended.
 - A unit's first hop follows its backward; the unit after the next waits for it. Without the overlap, the next one does.
 - In the last micro-step, a unit's second hop follows its first hop; without the overlap, all follow the whole backward.
+- Where the device is the host's CPU, a unit computes longer by the calls of its collectives (`CommTime.call_s`).
 - The optimizer waits for everything. Stepped parameters are synchronized by the next step's forward, unit by unit;
   without the overlap, all before it.
 
@@ -17,6 +18,7 @@ Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -135,6 +137,7 @@ class _Builder:
     labels: list[Label] = field(default_factory=list)
     micro_step_ends: list[int] = field(default_factory=list)
     _collectives: dict[tuple[int, str, str, bool], list[list[PlannedCollective]]] = field(default_factory=dict)
+    _calls: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # stages by what the host computes then
     _last_compute: int | None = None
     _last_of_unit: dict[str, int] = field(default_factory=dict)  # first hop, or backward where there is none
     _ends: list[int] = field(default_factory=list)  # what the optimizer waits for
@@ -148,6 +151,7 @@ class _Builder:
                 collectives[-1].append(planned)
             else:
                 collectives.append([planned])
+            self._calls[planned.micro_step, FORWARD if planned.phase == FORWARD else BACKWARD, planned.unit] += 1
 
     @property
     def unplayed(self) -> set[str]:
@@ -156,7 +160,7 @@ class _Builder:
 
     def forward(self, micro_step: int) -> None:
         """Gathers and forwards. The root, whose forward surrounds the others, computes last."""
-        first = self._before()
+        first = self._last_compute
         order = [self.units[index] for index in self.order.forward]
         if "update" not in self.rules.overlap and micro_step == 0:
             first = self._sync_all(order)
@@ -166,15 +170,15 @@ class _Builder:
             trigger = self._trigger(computed, position, first)
             gathered[unit.name] = self._gather(micro_step, FORWARD, unit.name, trigger)
             if position:
-                self._compute(FORWARD, unit, unit.forward_s, (first, gathered[unit.name]))
+                self._compute(micro_step, FORWARD, unit, (first, gathered[unit.name]))
                 computed.append(self._last_compute)
             else:
                 computed.append(first)
-        self._compute(FORWARD, order[0], order[0].forward_s, (gathered[order[0].name],))
+        self._compute(micro_step, FORWARD, order[0], (gathered[order[0].name],))
 
     def backward(self, micro_step: int, *, is_last: bool) -> None:
         """Gathers, backwards and first hops. The root is entered first, and its gradients are reduced last."""
-        begin = self._before()
+        begin = self._last_compute
         order = [self.units[index] for index in self.order.backward]
         computed: list[int | None] = []
         first_hops: list[int | None] = []
@@ -183,8 +187,8 @@ class _Builder:
             gathered = self._gather(micro_step, BACKWARD, unit.name, self._trigger(computed, position, begin))
             waits = (gathered, first_hops[position - reduced_behind] if position > reduced_behind else None)
             if unit.recompute_s:
-                self._compute(RECOMPUTE, unit, unit.recompute_s, waits)
-            self._compute(BACKWARD, unit, unit.backward_s, waits)
+                self._compute(micro_step, RECOMPUTE, unit, waits)
+            self._compute(micro_step, BACKWARD, unit, waits)
             computed.append(self._last_compute)
             first_hops.append(self._first_hop(micro_step, unit.name) if position else None)
         root = order[0].name
@@ -268,13 +272,12 @@ class _Builder:
             last = self._add(label, Task(stream, DEVICE, time.decode_seconds, (last,)))
         return last
 
-    def _compute(self, name: str, unit: UnitTime, seconds: float, after: tuple[int | None, ...]) -> None:
+    def _compute(self, micro_step: int, name: str, unit: UnitTime, after: tuple[int | None, ...]) -> None:
+        seconds = {FORWARD: unit.forward_s, RECOMPUTE: unit.recompute_s, BACKWARD: unit.backward_s}[name]
+        seconds += self._calls[micro_step, name, unit.name] * self.rules.comm_time.call_s
         self._last_compute = self._add(
             Label(name, unit.name), Task(COMPUTE, DEVICE, seconds, self._after(*after, self._last_compute))
         )
-
-    def _before(self) -> int | None:
-        return self._last_compute
 
     def _after(self, *indices: int | None) -> tuple[int, ...]:
         return tuple({index for index in indices if index is not None})

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
-from mics_strategy.planner.flops import megatron_model_flop, megatron_recomputed_flop
+from recipes.flops import megatron_model_flop, megatron_recomputed_flop
 
 from .. import flops
 from .build import build_model

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.compare import main, parse
+from benchmarks.compare import main, parser
 from benchmarks.floor import hop_to_compute
 from benchmarks.report import Cluster, describe, make_report
 from benchmarks.workload import AWAY, SleepingBlock, Workload
+from benchmarks.workload_options import parse
 
 TINY = Workload(
     width=32,
@@ -94,7 +95,7 @@ def test_the_header_says_how_the_ratio_follows() -> None:
 
 
 def test_the_defaults_are_two_thirds_of_compute_for_the_link() -> None:
-    options = parse(["--compute", "away"])
+    options = parse(parser(), ["--compute", "away"])
     (width,) = options.width
     shape = Workload(width=width, layers=options.layers, vocabulary=options.vocabulary, compute=AWAY)
     hop_s = shape.numel * 4 / (options.rate_mbit * 1e6 / 8)
@@ -105,9 +106,9 @@ def test_the_defaults_are_two_thirds_of_compute_for_the_link() -> None:
 
 
 def test_what_is_said_outranks_the_defaults() -> None:
-    options = parse("--compute away --layers 5 --width 64 128 --forward-ms 3".split())
+    options = parse(parser(), "--compute away --layers 5 --width 64 128 --forward-ms 3".split())
     assert (options.layers, options.width, options.forward_ms, options.backward_ms) == (5, [64, 128], 3.0, 12.0)
-    assert parse([]).layers == 6
+    assert parse(parser(), []).layers == 6
 
 
 @pytest.mark.parametrize(
@@ -128,5 +129,5 @@ def test_wrong_times_are_refused(arguments: str, expected: str, capsys: pytest.C
 
 def test_other_places_of_compute_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--compute", "moon"])
+        parse(parser(), ["--compute", "moon"])
     assert "invalid choice: 'moon' (choose from" in capsys.readouterr().err

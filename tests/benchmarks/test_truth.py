@@ -15,6 +15,7 @@ def row(predicted_s: float, measured_s: float, accumulation: int = 1) -> Row:
     return Row(
         label="mics",
         rate_mbit=200.0,
+        width=256,
         accumulation=accumulation,
         predicted_s=predicted_s,
         measured_s=measured_s,
@@ -31,7 +32,7 @@ def test_pairs_count_only_where_times_differ_and_the_setting_is_one() -> None:
 
 def test_the_report_has_the_median_error_and_the_order() -> None:
     text = report([row(1.1, 1.0), row(2.0, 2.0), row(3.0, 4.0)])
-    assert "median 10.0%, 2 of 3 within 15 %, worst 25.0%" in text
+    assert "median 10.0%, 1 of 3 within 5 %, worst 25.0%" in text
     assert "3 of 3 pairs" in text
     assert "tau 1.00" in text
 

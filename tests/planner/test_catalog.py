@@ -12,10 +12,10 @@ from mics_strategy import ConfigError, ShardConfig
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape, read_table
 from mics_strategy.planner.choice import simulate, step_lines
 from mics_strategy.planner.cluster import MEMORY_SHARE, TYPICAL_DEVICE, Cluster
-from mics_strategy.planner.flops import megatron_model_flop, megatron_recomputed_flop
 from mics_strategy.planner.model_formulas import TransformerShape
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.planner.workload import Workload
+from recipes.flops import megatron_model_flop, megatron_recomputed_flop
 
 BILLIONS = {  # parameters, by the standard counts of the published shapes
     "bert-10b": 10.08,

@@ -51,7 +51,7 @@ def test_stages_and_collectives_of_a_unit_run_one_after_the_other(second_stage: 
     axes = resolve_scopes(ShardConfig.preset("zero3"), topology, 4).axes
     collectives = (gather("inter_node", 0), gather("intra_node", second_stage))
     order = StepOrder(forward=(0,), backward=(0,), num_micro_steps=1)
-    rules = StepRules(overlap=frozenset(), prefetch=1, sync_axes=frozenset(), comm_time=CommTime(cluster(), axes))
+    rules = StepRules(overlap=frozenset(), prefetch=1, sync_axes=frozenset(), comm_time=CommTime(cluster("nccl"), axes))
     unit = UnitTime(name="", forward_s=0.0, recompute_s=0.0, backward_s=0.0)
     tasks = step_tasks(Plan(collectives=collectives, num_micro_steps=1), order, (unit,), 0.0, rules)
     assert max(run(tasks.tasks).end_s) == pytest.approx(1.2)

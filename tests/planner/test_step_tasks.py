@@ -7,6 +7,7 @@ import pytest
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.plan import ROOT_NAME
+from mics_strategy.planner.measured import MeasuredStage
 from mics_strategy.planner.simulator import PlayedStep, planned_timeline, play, step_seconds
 from mics_strategy.planner.step_tasks import COMPUTE, FIRST_HOP, GATHER, SECOND_HOP
 from mics_strategy.timeline import Category, compare
@@ -65,6 +66,30 @@ def test_second_hops_follow_the_last_micro_step_alone() -> None:
     every = played(BUSY.replace(second_hop="micro_step"), 2)
     assert len([*intervals(every, SECOND_HOP)]) == 2 * len(second_hops)
     assert every.seconds > step.seconds
+
+
+@pytest.mark.parametrize("overlap", ["all", "none"])
+def test_a_cpu_computes_longer_by_the_calls_of_its_collectives_and_a_gpu_does_not(overlap: str) -> None:
+    """Every stage of a unit costs as much as the smallest one inside a node, which the calibration has measured."""
+    tables = [(2, ((4096, 3e-3), (2**20, 5e-3))), (4, ((4096, 2e-3), (2**20, 9e-3)))]
+    stages = tuple(
+        MeasuredStage(collective="send", link="intra_node", size=size, ranks_of_node=size, seconds_by_bytes=table)
+        for size, table in tables
+    )
+    config = BUSY.replace(overlap=overlap)
+    of_unit: dict[str, dict[str, float]] = {}
+    for backend in ("gloo", "nccl"):
+        cluster = dataclasses.replace(tiny_cluster(), measured_stages=stages, backend=backend)
+        tasks = played(config, 2, cluster=cluster).tasks
+        of_unit[backend] = dict.fromkeys([ROOT_NAME, *LAYERS], 0.0)
+        calls = dict.fromkeys([ROOT_NAME, *LAYERS], 0)
+        for task, label in zip(tasks.tasks, tasks.labels, strict=True):
+            if label.unit in calls:
+                of_unit[backend][label.unit] += task.seconds if task.stream == COMPUTE else 0.0
+                calls[label.unit] += task.stream != COMPUTE
+    for unit, num_stages in calls.items():
+        assert of_unit["gloo"][unit] - of_unit["nccl"][unit] == pytest.approx(num_stages * 2e-3)
+        assert num_stages > 2
 
 
 def test_recomputation_runs_in_front_of_the_backward_of_layers_alone() -> None:

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from mics_strategy.planner.flops import megatron_model_flop, megatron_recomputed_flop
 from recipes import flops
 from recipes.batch import BatchPlan
 from recipes.errors import RecipeError
+from recipes.flops import megatron_model_flop, megatron_recomputed_flop
 from recipes.schedule import lr_share
 
 
