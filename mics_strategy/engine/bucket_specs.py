@@ -234,7 +234,7 @@ def outer_pieces(bucket: BucketSpec) -> dict[str, Piece]:
 def residual_numels(bucket: BucketSpec, scopes: Scopes) -> dict[str, int]:
     """Elements of the residuals of error feedback of a trainable bucket, by role; those without any are left out."""
     numels = {}
-    for role in REDUCTIONS:
+    for role in (role for role in REDUCTIONS if scopes.codecs.for_role(role) is not None):
         numel = full_numel(role, bucket.layout, scopes)
         route = scopes.route(role, numel * bucket.wire_dtype.itemsize)
         if route is not None and (residual := residual_numel(route, COLLECTIVES[role], numel)):

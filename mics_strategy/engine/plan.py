@@ -169,8 +169,8 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
     """
     planner = _Planner(scopes, [_UnitState(unit, [_BucketState(b, scopes) for b in unit.buckets]) for unit in units])
     planner.begin_step()
-    planner.unshard_all(shape)  # leaves slots and versions as a step leaves them
-    planner.planned.clear()
+    for index in (*shape.forward, *shape.backward):
+        planner.take_gathers(index)  # leaves slots and versions as a step leaves them
     planner.begin_step()
     for micro_step in range(shape.num_micro_steps):
         planner.micro_step = micro_step
@@ -233,10 +233,11 @@ class _Planner:
 
     def unshard_all(self, shape: StepOrder) -> None:
         """The all-gathers of one micro-step."""
-        for index in shape.forward:
-            self._unshard(index, "forward")
-        for index in shape.backward:
-            self._unshard(index, "backward")
+        for phase, order in (("forward", shape.forward), ("backward", shape.backward)):
+            for index in order:
+                for role, bucket in self.take_gathers(index):
+                    for collective in self._of_bucket(role, bucket):
+                        self._add(role, collective, self.units[index].plan.name, phase)
 
     def first_hops(self, shape: StepOrder) -> None:
         """The first hops of one micro-step's gradients."""
@@ -254,22 +255,21 @@ class _Planner:
             for collective in self._of_bucket("grad_reduce_scatter", bucket):
                 self._add("grad_reduce_scatter", collective, self.units[index].plan.name, "backward")
 
-    def _unshard(self, index: int, phase: str) -> None:
-        unit, slot = self.units[index], self.units[index].plan.slot
+    def take_gathers(self, index: int) -> list[tuple[str, BucketPlan]]:
+        """Roles and buckets of the all-gathers that a unit is due; they count as done."""
+        unit, slot, due = self.units[index], self.units[index].plan.slot, list[tuple[str, BucketPlan]]()
         if not needs_unshard(unit.buckets, is_resident=self._residents.get(slot) == index):
-            return
+            return due
         self._residents[slot] = index
         for bucket in unit.buckets:
-            versions, roles = bucket.versions, []
+            versions = bucket.versions
             if versions.needs_sync(bucket.version):
                 versions.param_shard = bucket.version
-                roles.append("param_sync")
-            roles.append(versions.unshard())
-            if roles[-1] == "param_all_gather":
+                due.append(("param_sync", bucket.plan))
+            due.append((versions.unshard(), bucket.plan))
+            if due[-1][0] == "param_all_gather":
                 versions.keep_secondary()
-            for role in roles:
-                for collective in self._of_bucket(role, bucket.plan):
-                    self._add(role, collective, unit.plan.name, phase)
+        return due
 
     def _of_bucket(self, role: str, bucket: BucketPlan) -> list[list[StageTraffic]]:
         """Collectives of a bucket in a role: its all-gather, or its first hop's chunks."""

@@ -14,6 +14,7 @@ from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, codec_pairs, workload_of
 from mics_strategy.planner.recompute import recompute_word
 from mics_strategy.planner.report import Section, print_report
+from mics_strategy.planner.solver import paused_collector
 from mics_strategy.planner.space import Space
 from mics_strategy.planner.upgrades import Upgrade, concessions, upgrades
 
@@ -42,10 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         cluster = cluster_of(options)
         space = Space(codecs=codec_pairs(options.codecs))
         workload = workload_of(options, cluster.world_size)
-        chosen = plan(workload, cluster, space)
-        assumed = (*flips(chosen), *communicators_decide(chosen))
-        conceded = concessions(chosen, space)
-        upgraded = upgrades(workload, cluster, space) if options.what_if else ()
+        with paused_collector():
+            chosen = plan(workload, cluster, space)
+            assumed = (*flips(chosen), *communicators_decide(chosen))
+            conceded = concessions(chosen, space)
+            upgraded = upgrades(workload, cluster, space) if options.what_if else ()
     except MiCSError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 1

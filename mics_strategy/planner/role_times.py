@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mics_strategy.comm.route import SizedRoutes
 from mics_strategy.comm.traffic import StageTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.engine.schedule import full_numel
@@ -54,10 +55,11 @@ class RoleTimes:
         if key not in self._seconds:
             seconds: dict[str, float] = {}
             comm_time = CommTime(self._cluster, scopes.axes)
-            for buckets, count in counts.items():
-                for stage in _stages(role, buckets, scopes):
-                    time = comm_time.of(stage)
-                    seconds[time.link] = seconds.get(time.link, 0.0) + count * time.seconds
+            if (routes := scopes.routes(role)) is not None:
+                for buckets, count in counts.items():
+                    for stage in _stages(role, buckets, scopes, routes):
+                        time = comm_time.of(stage)
+                        seconds[time.link] = seconds.get(time.link, 0.0) + count * time.seconds
             self._seconds[key] = seconds
         return self._seconds[key]
 
@@ -75,7 +77,7 @@ def bucket_counts(kinds: Sequence[str], buckets_by_kind: Mapping[str, Buckets]) 
     return counts
 
 
-def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[StageTraffic]:
+def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes, routes: SizedRoutes) -> list[StageTraffic]:
     """Stages of the collectives of a role, in a step that is not the first."""
     stages: list[StageTraffic] = []
     for bucket in buckets:
@@ -83,9 +85,7 @@ def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[St
             continue
         dtype: torch.dtype = bucket.param_dtype if role in _GATHERS else bucket.wire_dtype
         numel = full_numel(role, bucket.layout, scopes)
-        route = scopes.route(role, numel * dtype.itemsize)
-        if route is None:
-            continue
+        route = routes.for_bytes(numel * dtype.itemsize)
         if role in _GATHERS:
             stages += all_gather_traffic(route, numel, dtype)
         elif role == "second_hop_all_reduce":

@@ -113,12 +113,12 @@ def solve(workload: Workload, cluster: Cluster, space: Space, *, is_brief: bool 
     Cost:
         Time: below 1 ms for each point of the space, and 10 ms for each simulated one, about a hundred at most.
     """
-    with _paused_collector():
+    with paused_collector():
         return _solve(workload, cluster, space, is_brief=is_brief)
 
 
 @contextlib.contextmanager
-def _paused_collector() -> Iterator[None]:
+def paused_collector() -> Iterator[None]:
     """Pause the collector of reference cycles.
 
     Simulations make many objects and no cycles. Looking for some would take a third of the solver's time.

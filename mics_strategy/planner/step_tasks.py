@@ -143,6 +143,7 @@ class _Builder:
     _ends: list[int] = field(default_factory=list)  # what the optimizer waits for
 
     def __post_init__(self) -> None:
+        counts_calls = self.rules.comm_time.call_s > 0
         for planned in self.plan.collectives:
             is_gather = planned.collective == ALL_GATHER and planned.phase in (FORWARD, BACKWARD)
             key = (planned.micro_step, planned.phase, planned.unit, is_gather)
@@ -151,7 +152,9 @@ class _Builder:
                 collectives[-1].append(planned)
             else:
                 collectives.append([planned])
-            self._calls[planned.micro_step, FORWARD if planned.phase == FORWARD else BACKWARD, planned.unit] += 1
+            if counts_calls:
+                phase = FORWARD if planned.phase == FORWARD else BACKWARD
+                self._calls[planned.micro_step, phase, planned.unit] += 1
 
     @property
     def unplayed(self) -> set[str]:

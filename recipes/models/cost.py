@@ -8,8 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
-from recipes.flops import megatron_model_flop, megatron_recomputed_flop
-
 from .. import flops
 from .build import build_model
 from .config import ModelConfig
@@ -46,8 +44,8 @@ def sample_cost(config: ModelConfig, size: int) -> SampleCost:
     shape = {"s": size, "L": config.num_layers, "h": config.hidden_size, "V": config.vocab_size}
     return SampleCost(
         model_flop=model_flop,
-        megatron_flop=megatron_model_flop(**shape),
-        recomputed_flop=megatron_recomputed_flop(**shape) if config.activation_checkpointing else 0.0,
+        megatron_flop=flops.megatron_model_flop(**shape),
+        recomputed_flop=flops.megatron_recomputed_flop(**shape) if config.activation_checkpointing else 0.0,
     )
 
 
