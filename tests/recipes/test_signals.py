@@ -112,10 +112,12 @@ def test_sigterm_saves_and_the_printed_command_continues(
     assert "Traceback" not in errors
     resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
     shorter = ("--trainer.max_steps=" + str(last + 2), *ALONE, *resume)
+    rows = (tmp_path / "metrics.jsonl").read_text()
     continued = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options, *shorter)
     _, errors = continued.communicate()
     assert continued.returncode == 0, errors
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(rows)  # with their times: no step was taken again
 
 
 @pytest.mark.parametrize(
