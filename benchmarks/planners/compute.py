@@ -144,8 +144,6 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
             comm_s += _eager_seconds(job, model, arithmetic, unit)
             forward_s, recompute_s = forward_s + comm_s - saved_s, recompute_s + comm_s - saved_s
             backward_s += 2 * comm_s - 2 * saved_s - tensor_s
-        if arithmetic.is_lora:
-            backward_s -= forward_matmul_seconds(job, unit)
         copies_s = _copied_bytes(job, unit) / device.sustained_bytes_per_s
         slowest = straggler_factor(job.cluster.num_nodes)
         measured = MeasuredUnit(

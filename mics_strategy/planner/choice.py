@@ -286,15 +286,19 @@ def _sections(choice: Choice) -> Iterator[Section]:
         num_left=3,
         lines=(counts,),
     )
-    is_any_near = any(_is_within(point, choice.step) for point in solution.fitting)
-    interval = f"{choice.step.certainty.interval:.0%}"
+    marks = []
+    if any(_is_within(point, choice.step) for point in solution.fitting):
+        interval = f"{choice.step.certainty.interval:.0%}"
+        marks.append(f"~: within {interval} of the choice, so that it may be the faster one.")
+    if any(point.step_s is None for _, point in systems):
+        marks.append(">: takes at least so long; not simulated.")
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
     rows = [(name, *_point_row(point, choice.step), reasons_of.get(id(point), "chosen")) for name, point in systems]
     yield Section(
         title="Published systems, with a node as partition",
         rows=(("preset", *header, "reason"), *rows),
         num_left=4,
-        lines=(f"~: within {interval} of the choice, so that it may be the faster one.",) if is_any_near else (),
+        lines=tuple(marks),
     )
 
 
@@ -362,14 +366,14 @@ def _size(num_bytes: float) -> str:
 def _point_row(point: Point, chosen: SimulatedStep) -> tuple[str, ...]:
     job, scopes = point.job, point.job.scopes
     codecs = [str(codec) for codec in (job.config.weight_codec, job.config.grad_codec) if codec != "none"]
-    seconds = point.bound_s if point.step_s is None else point.step_s
+    seconds = f">{point.bound_s:.4g}" if point.step_s is None else f"{point.step_s:.4g}"
     return (
         f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
         str(scopes.secondary) if scopes.has_secondary else "",
         "+".join(codecs),
         str(job.micro_batch),
         recompute_word(job.recompute),
-        f"{'~' if _is_within(point, chosen) else ''}{seconds:.4g}",
+        f"{'~' if _is_within(point, chosen) else ''}{seconds}",
         f"{point.memory.total_bytes / 1e9:.1f}",
     )
 

@@ -97,6 +97,19 @@ class UnitModel:
         """Elements of its parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
+    @property
+    def weight_grad_share(self) -> float:
+        """Share of its matrix products whose weights need a gradient: all, unless adapters alone are trained."""
+        matrices = [parameter for parameter in self.parameters if len(parameter.shape) > 1]
+        trained = sum(parameter.numel for parameter in matrices if parameter.is_trained)
+        return trained / sum(parameter.numel for parameter in matrices) if matrices else 1.0
+
+    @property
+    def model_flop(self) -> float:
+        """FLOP of the forward and backward of one sample, nothing recomputed."""
+        products = self.forward_flop - self.attention_flop
+        return 3 * self.attention_flop + (2 + self.weight_grad_share) * products
+
 
 def attention_speed(num_tokens: int, head_size: int) -> float:
     """Speed of fused attention over that of long sequences and heads of 128 elements.

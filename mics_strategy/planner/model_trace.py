@@ -131,7 +131,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
         name=traced.name,
         units=units,
         tokens_per_sample=traced.tokens_per_sample,
-        model_flop_per_sample=3.0 * sum(unit.forward_flop for unit in units),
+        model_flop_per_sample=sum(unit.model_flop for unit in units),
         activation_dtype_bytes=min((dtype.itemsize for dtype in dtypes), default=4),
     )
 

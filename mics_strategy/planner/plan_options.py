@@ -117,6 +117,8 @@ def workload_of(options: Namespace, world_size: int) -> Workload:
         )
     seq_len = 0 if options.seq_len is None else count("--seq-len", options.seq_len)
     model = ModelSource(text=options.model, seq_len=seq_len, dtype=DTYPES[options.param_dtype]).describe()
+    if not model.trained_share:
+        raise ConfigError(f"No parameter of `--model {options.model}` requires a gradient. Leave some to be trained.")
     if options.global_batch is not None:
         global_batch = count("--global-batch", options.global_batch)
     else:

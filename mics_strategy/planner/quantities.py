@@ -32,7 +32,7 @@ class Quantity(enum.Enum):
 _UNITS = {
     Quantity.BYTES: {"B": 1.0, "b": 1 / 8},
     Quantity.SECONDS: {"s": 1.0},
-    Quantity.BYTES_PER_S: {"B/s": 1.0, "b/s": 1 / 8, "bps": 1 / 8},
+    Quantity.BYTES_PER_S: {"B/s": 1.0, "bit/s": 1 / 8, "b/s": 1 / 8, "bps": 1 / 8},
     Quantity.FLOP_PER_S: {"FLOP/s": 1.0, "FLOPS": 1.0},
 }
 
@@ -62,6 +62,8 @@ def _number(value: Any, kind: Quantity) -> float:
     if match is None:
         return math.nan
     number, unit = match.groups()
+    if not unit and "e" in number:  # YAML reads 8e10 as text
+        return float(number)
     for name, factor in _UNITS[kind].items():
         prefix = unit.removesuffix(name)
         scale = {**_PREFIXES, **_BINARY}.get(prefix)

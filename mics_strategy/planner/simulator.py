@@ -152,7 +152,8 @@ def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float,
     attention_s = _attention_seconds(unit, samples, device)
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
     forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
-    return forward_s, 2 * matmul_s + ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
+    backward_s = (1 + unit.weight_grad_share) * matmul_s  # a frozen weight needs no gradient
+    return forward_s, backward_s + ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
 
 
 def _attention_seconds(unit: UnitModel, samples: int, device: Device) -> float:

@@ -18,6 +18,7 @@ Source:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import gc
@@ -362,6 +363,9 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
         do.insert(0, "lower `micro_batch`")
     if job.recompute != 1:
         do.insert(0, "set `recompute=True`")
+    communicators = memory.by_kind["communicators"]
+    if memory.total_bytes - limit_bytes <= communicators:
+        do.insert(0, f"measure the communicators, assumed to take {communicators / 1e9:.1f} GB, and state their memory")
     return (
         f"No plan fits {limit_bytes / 1e9:.1f} GB on a rank of {job.cluster.world_size}: the smallest, parameters over "
         f"{job.scopes.params}, gradients over {job.scopes.grads}, optimizer states over {job.scopes.optimizer} ranks, "
@@ -376,8 +380,9 @@ def _nodes_to_use(job: Job, limit_bytes: int) -> str:
 
     Every state is sharded over all ranks. Memory needs no links, so that they need not be measured.
     """
-    for doublings in range(1, _MAX_DOUBLINGS + 1):
-        cluster = dataclasses.replace(job.cluster, num_nodes=job.cluster.num_nodes << doublings, origin=None)
+
+    def fits(num_nodes: int) -> bool:
+        cluster = dataclasses.replace(job.cluster, num_nodes=num_nodes, origin=None)
         size = cluster.world_size
         config = job.config.replace(
             params=size,
@@ -390,8 +395,17 @@ def _nodes_to_use(job: Job, limit_bytes: int) -> str:
         scopes = resolve_scopes(config, topology_of(cluster), size)
         batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
         memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, overheads_of(cluster))
-        if memory.total_bytes <= limit_bytes:
-            is_divided = job.workload.global_batch % (size * job.micro_batch) == 0
-            batch_advice = "" if is_divided else f" with a multiple of {size * job.micro_batch} samples a step"
-            return f"use {cluster.num_nodes} nodes{batch_advice}"
-    return "shorten the samples, as more nodes do not help"
+        return memory.total_bytes <= limit_bytes
+
+    doubled = (job.cluster.num_nodes << doublings for doublings in range(1, _MAX_DOUBLINGS + 1))
+    found = next((num_nodes for num_nodes in doubled if fits(num_nodes)), None)
+    if found is None:
+        return "shorten the samples, as more nodes do not help"
+    least = found
+    if not job.cluster.nodes_per_switch:  # which other numbers may not be a multiple of
+        least = bisect.bisect_left(range(found), True, lo=found // 2 + 1, key=fits)
+    samples = job.cluster.ranks_per_node * job.micro_batch
+    for num_nodes in range(least, found + 1):
+        if job.workload.global_batch % (num_nodes * samples) == 0:
+            return f"use {num_nodes} nodes"
+    return f"use {least} nodes with a multiple of {least * samples} samples a step"

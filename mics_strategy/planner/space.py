@@ -96,6 +96,7 @@ def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
     _refuse_outer(space.base)
     topology, world_size = topology_of(cluster), cluster.world_size
     base = space.base.replace(topology=topology, world_size=world_size)
+    topology.check_world(world_size)
     degrees = allowed_degrees(topology, world_size)
     for optimizer in degrees:
         nested = [degree for degree in degrees if optimizer % degree == 0]

@@ -203,6 +203,8 @@ def test_a_broken_file_is_refused(name: str, text: str, tmp_path: Path) -> None:
 def test_quantities_have_decimal_and_binary_prefixes_bits_and_bytes() -> None:
     assert parse_quantity("100 Gb/s", Quantity.BYTES_PER_S, "x") == 12.5e9
     assert parse_quantity("100Gbps", Quantity.BYTES_PER_S, "x") == 12.5e9
+    assert parse_quantity("100 Gbit/s", Quantity.BYTES_PER_S, "x") == 12.5e9
+    assert parse_quantity("8e10", Quantity.BYTES, "x") == 8e10  # text, as YAML reads it
     assert parse_quantity("2 GiB", Quantity.BYTES, "x") == 2**31
     assert parse_quantity("3.5 us", Quantity.SECONDS, "x") == pytest.approx(3.5e-6)
     assert parse_quantity(7, Quantity.SECONDS, "x") == 7.0

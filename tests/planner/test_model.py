@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.resnet_formulas import ResnetShape, describe_resnet
+from mics_strategy.planner.simulator import compute_times
 from recipes.models.build import build_model
 from recipes.models.config import ModelConfig
+from tests.planner.jobs import tiny_cluster
 
 TOKENS = 64
 
@@ -93,3 +96,36 @@ def check_agreement(formula: ModelDescription, trace: ModelDescription) -> None:
     assert formula.model_flop_per_sample == pytest.approx(trace.model_flop_per_sample, rel=0.001)
     assert [unit.is_layer for unit in formula.units] == [unit.is_layer for unit in trace.units]
     assert formula.activation_dtype_bytes == trace.activation_dtype_bytes
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(64, 64), nn.Linear(64, rank), nn.Linear(rank, 64)
+        self.base.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+@pytest.mark.parametrize("rank", [1, 4, 64])
+def test_frozen_weights_have_no_gradient(rank: int) -> None:
+    """FLOP of real forwards and backwards; a backward of full training is two forwards."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Adapted(rank) for _ in range(3)))
+        batch = torch.zeros(8, 64, requires_grad=True)
+    example = TraceInput(name="adapted", example={"input": batch[:1].detach()}, tokens_per_sample=1, units=[Adapted])
+    described = trace_model(model, example)
+    with FlopCounterMode(display=False) as forward:
+        out = model(batch)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert 8 * described.model_flop_per_sample == forward.get_total_flops() + backward.get_total_flops()
+    layer = dataclasses.replace(described.units[1], saved_bytes=0)  # no time but that of products
+    forward_s, backward_s = compute_times(layer, 8, tiny_cluster().device)
+    assert backward_s / forward_s == pytest.approx(backward.get_total_flops() / forward.get_total_flops())
+    model.requires_grad_(requires_grad=True)
+    assert trace_model(model, example).model_flop_per_sample == 3 * sum(unit.forward_flop for unit in described.units)

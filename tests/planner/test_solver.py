@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner import solver
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.certainty import CERTAINTIES, certainty
-from mics_strategy.planner.choice import plan, reasons, simulate
+from mics_strategy.planner.choice import fastest_of_systems, plan, reasons, simulate
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.planner.flips import communicators_decide, flips
 from mics_strategy.planner.model import ParameterShape
@@ -320,11 +321,43 @@ def test_nothing_fits_says_by_how_much_and_what_would_fit() -> None:
     assert plan(training, p4d(nodes)).step.memory.total_bytes <= p4d(1).device.memory_bytes
     with pytest.raises(NoFeasiblePlan):
         plan(training, p4d(nodes // 2))
-    with pytest.raises(NoFeasiblePlan, match="a multiple of 64 samples a step"):
+    least = r"use (\d+) nodes with a multiple of (\d+) samples a step"
+    with pytest.raises(NoFeasiblePlan, match=least) as e:
         plan(dataclasses.replace(training, global_batch=8), p4d(1))
+    fewest, batch = map(int, re.findall(least, str(e.value))[0])
+    assert fewest <= nodes
+    assert plan(dataclasses.replace(training, global_batch=batch), p4d(fewest))
+    with pytest.raises(NoFeasiblePlan):
+        plan(dataclasses.replace(training, global_batch=8 * (fewest - 1)), p4d(fewest - 1))
     long = Workload(model=describe_model("llama-65b", 2048 * 64), global_batch=256)
     with pytest.raises(NoFeasiblePlan, match="shorten the samples, as more nodes do not help"):
         plan(long, p4d(1))
+
+
+def test_communicators_that_alone_keep_a_plan_out_are_named() -> None:
+    smallest = min((p.memory for p in solve(workload(), tiny_cluster(), Space()).fitting), key=lambda m: m.total_bytes)
+    assert smallest.by_kind["communicators"] > 1e9
+    with pytest.raises(NoFeasiblePlan, match=r"To fit, measure the communicators, assumed to take \d+.\d GB, and"):
+        solve(workload(), limited(smallest.total_bytes - 1e9), Space())
+    with pytest.raises(NoFeasiblePlan, match=r"To fit, (?!measure)"):
+        solve(workload(), limited(1e6), Space())
+
+
+def test_switches_that_do_not_divide_the_nodes_are_refused() -> None:
+    slow = tiny_cluster().inter_node
+    with pytest.raises(ConfigError, match="`nodes_per_switch=4` does not divide the 6 nodes"):
+        plan(workload(global_batch=24, **FREE), tiny_cluster(nodes=6, inter_switch=slow, nodes_per_switch=4))
+
+
+def test_a_bound_is_marked_where_it_stands_beside_simulated_steps() -> None:
+    memories = [point.memory.total_bytes for point in solve(workload(), tiny_cluster(), Space()).fitting]
+    choice = plan(workload(), limited(min(memories)))  # all others are too large
+    bounds = [point for _, point in fastest_of_systems(choice) if point.step_s is None]
+    rows = choice.table().partition("Published systems")[2].splitlines()
+    assert bounds
+    assert all(any(f" >{point.bound_s:.4g} " in row for row in rows) for point in bounds)
+    assert sum(" >" in row for row in rows) == len(bounds)
+    assert ">: takes at least so long; not simulated." in rows
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
