@@ -140,6 +140,9 @@ class Link:
     assumed: str = ""
 
 
+_NOT_STATED = Link(bytes_per_s=1e9, latency_s=1e-6, source="not stated, and used by no collective")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes with equal numbers of equal devices.
@@ -252,7 +255,8 @@ class Cluster:
         if "like" in fields:
             fields = {**look_up(read_table("clusters.toml")["cluster"], str(fields.pop("like")), "cluster"), **fields}
         where = f"cluster {fields.get('name', '')}"
-        links_needed = ("inter_node",) if fields.get("ranks_per_node") == 1 else ("intra_node", "inter_node")
+        counts = {"intra_node": fields.get("ranks_per_node"), "inter_node": fields.get("nodes", 1)}
+        links_needed = [name for name, count in counts.items() if count != 1]  # no collective uses that of one
         _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", *links_needed), where)
         ranks = fields["ranks_per_node"]
         _check_count("ranks_per_node", ranks, where)
@@ -270,8 +274,8 @@ class Cluster:
             device=dataclasses.replace(device, communicator_bytes=round(communicator)),
             ranks_per_node=ranks,
             num_nodes=fields.get("nodes", 1),
-            intra_node=links.get("intra_node", links["inter_node"]),  # no collective uses that of one rank
-            inter_node=links["inter_node"],
+            intra_node=links.get("intra_node", links.get("inter_node", _NOT_STATED)),
+            inter_node=links.get("inter_node", _NOT_STATED),
             inter_switch=links.get("inter_switch"),
             nodes_per_switch=fields.get("nodes_per_switch", 0),
             slowest_node_factor=fields.get("slowest_node_factor", 1.0),
@@ -296,7 +300,13 @@ class Cluster:
         return cls.load(source) if is_cluster_file(source) else cls.preset(source)
 
     def with_nodes(self, num_nodes: int) -> Cluster:
-        """The same cluster with another number of nodes."""
+        """The same cluster with another number of nodes.
+
+        Raises:
+            ConfigError: It is one node, and states no link between nodes.
+        """
+        if num_nodes > 1 and self.inter_node == _NOT_STATED:
+            raise ConfigError(f"{num_nodes} nodes were asked for, and {self.name} states no `inter_node`. State it.")
         return dataclasses.replace(self, num_nodes=num_nodes)
 
     def with_best_kernels(self) -> Cluster:

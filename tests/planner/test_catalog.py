@@ -155,6 +155,22 @@ def test_a_file_without_efficiencies_has_those_of_the_catalog() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_a_file_of_one_node_states_no_link_between_nodes(ranks_per_node: int) -> None:
+    needed = ("device", "intra_node") if ranks_per_node > 1 else ("device",)
+    fields = {"name": "mine", "ranks_per_node": ranks_per_node, **{name: FIELDS[name] for name in needed}}
+    training = Workload(model=describe_model("bert-1.5b", 128), global_batch=12, micro_batch=1, recompute=True)
+    box = Cluster.from_fields(fields)
+    linked = Cluster.from_fields({**fields, "inter_node": FIELDS["inter_node"]})
+    steps = [simulate(training, cluster, ShardConfig.preset("zero3")) for cluster in (box, linked)]
+    assert steps[0].step_s == steps[1].step_s
+    with pytest.raises(ConfigError, match="2 nodes were asked for, and mine states no `inter_node`"):
+        box.with_nodes(2)
+    with pytest.raises(ConfigError, match="`inter_node` of cluster mine is missing"):
+        Cluster.from_fields({**fields, "nodes": 2})
+    assert linked.with_nodes(2).num_nodes == 2
+
+
 def test_a_file_of_nodes_of_one_rank_states_no_link_inside_a_node() -> None:
     link = {"bandwidth": "10 Gb/s", "latency": "30 us"}  # nor where its figures are from
     fields = {"name": "mine", **FIELDS, "ranks_per_node": 1, "inter_node": link}
