@@ -131,7 +131,7 @@ def workload_of(options: Namespace, world_size: int) -> Workload:
         master_dtype=options.master_dtype,
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
-        optimizer_state_bytes=count("--state-bytes", options.state_bytes),
+        optimizer_state_bytes=count("--state-bytes", options.state_bytes, least=0),
     )
 
 
@@ -162,17 +162,17 @@ def _samples(text: str, model: ModelDescription, world_size: int) -> int:
     )
 
 
-def count(option: str, text: str) -> int:
-    """A number of 1 or more, perhaps with a prefix: 1024, 4M.
+def count(option: str, text: str, *, least: int = 1) -> int:
+    """A number of 1 or more, or of `least`, perhaps with a prefix: 1024, 4M.
 
     Raises:
         ConfigError: The text is none.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text)
-    number = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
-    if number < 1 or number != int(number):
+    number = float(match[1]) * _FACTORS[match[2].lower()] if match else -1.0
+    if number < least or number != int(number):
         example = _EXAMPLES.get(option, "16")
-        raise ConfigError(f"`{option} {text}` is not a whole number above 0. Use for example {example}.")
+        raise ConfigError(f"`{option} {text}` is not a whole number of {least} or more. Use for example {example}.")
     return int(number)
 
 

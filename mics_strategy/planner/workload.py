@@ -51,11 +51,11 @@ class Workload:
         for name in ("master_dtype", "param_dtype", "reduce_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ConfigError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {', '.join(DTYPES)}.")
-        for name, words in (("global_batch", ()), ("micro_batch", ("auto",)), ("optimizer_state_bytes", ())):
-            value = getattr(self, name)
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        for name, least in (("global_batch", 1), ("micro_batch", 1), ("optimizer_state_bytes", 0)):
+            value, words = getattr(self, name), ("auto",) if name == "micro_batch" else ()
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and value not in words:
-                raise ConfigError(f"`{name}={value!r}` is not a number of 1 or more. Use one{_or(words)}.")
+                raise ConfigError(f"`{name}={value!r}` is not a number of {least} or more. Use one{_or(words)}.")
         is_share = isinstance(self.recompute, int | float) and 0 <= self.recompute <= 1
         if not is_share and self.recompute not in (ATTENTION, "auto"):
             raise ConfigError(

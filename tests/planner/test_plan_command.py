@@ -130,6 +130,14 @@ def test_memory_of_communicators_is_stated(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"communicators +1.200 GB", capsys.readouterr().out)
 
 
+def test_an_optimizer_without_states_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = []
+    for state_bytes in ("0", "8"):
+        assert main(["plan", *USUAL, "--state-bytes", state_bytes, "--json"]) == 0
+        needed.append(json.loads(capsys.readouterr().out)["chosen"]["memory_bytes_by_kind"].get("optimizer states", 0))
+    assert needed[0] == 0 < needed[1]
+
+
 def test_part_of_the_layers_or_attention_alone_is_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
     def step(text: str) -> tuple[float, float]:
         found = run(capsys, "simulate", *STATED, "--recompute", text)
@@ -289,7 +297,7 @@ PLAN: dict[str, tuple[list[str], str]] = {
     "no nodes": ([*LLAMA, "--cluster", "p4d.24xlarge", "--global-batch", "64"], "`--nodes` is missing"),
     "zero nodes": (
         [*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "0", "--global-batch", "64"],
-        "`--nodes 0` is not a whole number above 0. Use for example 16\\.\n",
+        "`--nodes 0` is not a whole number of 1 or more. Use for example 16\\.\n",
     ),
     "zero tokens": (["--model", "llama-7b", "--seq-len", "0", *P4D, "--global-batch", "64"], "Use for example 2048"),
     "zero tokens of a batch": ([*LLAMA, *P4D, "--global-batch-tokens", "0"], "4M, which is 4,194,304"),
