@@ -331,4 +331,9 @@ def _parts(unit: UnitModel) -> Iterator[UnitModel]:
             tail_flop=unit.tail_flop if parameter is large[-1] else 0.0,
             saved_bytes=round(unit.saved_bytes * share),
             input_bytes=round(unit.input_bytes * share),
+            attention=dataclasses.replace(
+                unit.attention,
+                saved_bytes=round(unit.attention.saved_bytes * share),
+                inputs_flop=unit.attention.inputs_flop * share,
+            ),
         )

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.papers.row import PublishedRow, read_rows
 from benchmarks.papers.testbed import NotPredictable
 from benchmarks.papers.validate import validate
+from benchmarks.planners.cells import published_value
 from benchmarks.planners.certainty import certainty_lines
 from benchmarks.planners.run import predict_run
 from benchmarks.planners.scores import ScoredRow, score_lines
@@ -33,11 +34,11 @@ def score_rows(rows: Iterable[PublishedRow]) -> list[ScoredRow]:
 
 
 def _scored(row: PublishedRow) -> ScoredRow:
-    number = row.number("value")
-    if row.value is None and number is not None:  # as in "6,000" or "~6000"
-        row = PublishedRow({**row.cells, "value": str(number)})
-    if row.value is None or not 0 < row.value < math.inf:
-        return ScoredRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number above 0")
+    value = published_value(row)
+    if value is None:
+        reason = f"`value` is `{row.text('value')}`, no number above 0 in its `unit`. Write it in digits, as 3500."
+        return ScoredRow(row=PublishedRow({**row.cells, "value": ""}), predicted=None, reason=reason)
+    row = PublishedRow({**row.cells, "value": str(value)})
     try:
         run = predict_run(row)
     except NotPredictable as reason:

@@ -19,6 +19,7 @@ import torch
 from benchmarks.papers.testbed import COPIED_BYTES, UNFUSED_ADAM_BYTES
 from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
 from mics_strategy.planner.model_formulas import describe
+from mics_strategy.planner.recompute import ATTENTION
 from mics_strategy.planner.simulator import Job, compute_times, matmul_flop_per_s, recompute_seconds, straggler_factor
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ def _unit(unit: UnitModel, arithmetic: Arithmetic) -> UnitModel:
         input_bytes=round(unit.input_bytes / (1 if arithmetic.replicated else tensor)),
         working_bytes=round(unit.working_bytes / tensor),
         freed_bytes=round(unit.freed_bytes / tensor),
+        attention=dataclasses.replace(
+            unit.attention,
+            saved_bytes=round(unit.attention.saved_bytes / tensor),
+            inputs_flop=unit.attention.inputs_flop / tensor,
+        ),
     )
 
 
@@ -144,6 +150,8 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
             comm_s += _eager_seconds(job, model, arithmetic, unit)
             forward_s, recompute_s = forward_s + comm_s - saved_s, recompute_s + comm_s - saved_s
             backward_s += 2 * comm_s - 2 * saved_s - tensor_s
+        if job.recompute == ATTENTION:  # without collectives, and in 16 bits
+            recompute_s = recompute_seconds(unit, job.micro_batch, device, ATTENTION)
         copies_s = _copied_bytes(job, unit) / device.sustained_bytes_per_s
         slowest = straggler_factor(job.cluster.num_nodes)
         measured = MeasuredUnit(
@@ -159,6 +167,11 @@ def with_arithmetic(job: Job, model: RunModel, tokens: int, arithmetic: Arithmet
         optimizer_s_per_numel=arithmetic.optimizer_bytes / device.sustained_bytes_per_s,
     )
     return dataclasses.replace(job, workload=dataclasses.replace(job.workload, measured=measured_compute))
+
+
+def with_timed_recompute(job: Job) -> Job:
+    """The job for its seconds: those of a second forward are its attention's alone where that is recomputed."""
+    return dataclasses.replace(job, recompute=True) if job.recompute == ATTENTION else job
 
 
 def forward_matmul_seconds(job: Job, unit: UnitModel) -> float:

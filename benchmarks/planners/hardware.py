@@ -54,6 +54,8 @@ _GPUS = (
 # Words of a row's software, and its attention in `published.toml`.
 # InternEvo's table is InternLM's of 2023, whose installation names flash-attention 1.0.5.
 _ATTENTION = ((r"composer|llm-foundry|internevo|internlm", "flash1"), (r"megatron|nemo|transformer engine", "cudnn"))
+# Beginnings of the names of devices before Ada and Hopper, whose matrix units have no 8-bit floats: datasheets.
+_WITHOUT_FP8 = ("v100", "t4-", "a100", "a10-", "a10g", "a6000", "rtx3090")
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
 
 
@@ -101,6 +103,11 @@ def testbed_of(row: PublishedRow) -> Testbed:
         world_sizes=(world_size,),
         assumptions=tuple(assumptions),
     )
+
+
+def has_fp8(device: Device) -> bool:
+    """Whether a device multiplies 8-bit floats."""
+    return not device.name.startswith(_WITHOUT_FP8)
 
 
 def with_attention(device: Device, row: PublishedRow) -> Device:

@@ -49,14 +49,27 @@ def model_of_run(row: PublishedRow) -> RunModel:
         raise NotPredictable(f"`{row.text('model')}` is no transformer; only transformers have formulas here")
     known = _known(name, row)
     stated = _stated(row, known)
-    if stated is not None:
-        return stated
-    if known is not None:
-        return known
+    found = stated or known
+    if found is not None:
+        notes = () if known is None else _against_name(row, known.shape, found.shape)
+        return dataclasses.replace(found, assumptions=(*found.assumptions, *notes))
     numel = _numel(row)
     if numel is None or not 1e7 <= numel < 1e13:
         raise NotPredictable(f"the structure of `{row.text('model')}` is not known, and its size is not stated")
     return _llama_like(numel)
+
+
+def _against_name(row: PublishedRow, named: TransformerShape, found: TransformerShape) -> tuple[str, ...]:
+    """Numbers of the row that are not those of the model that it names."""
+    pairs = (
+        ("layers", named.num_layers, found.num_layers),
+        ("hidden", named.hidden_size, found.hidden_size),
+    )
+    return tuple(
+        f"{column} {stated} of the row, where the model of this name has {number}: {counted} counts"
+        for column, number, counted in pairs
+        if (stated := row.count(column)) is not None and stated != number
+    )
 
 
 def _known(name: str, row: PublishedRow) -> RunModel | None:

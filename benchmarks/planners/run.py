@@ -14,8 +14,15 @@ from benchmarks.papers.job import PublishedJob, PublishedModel, make_job
 from benchmarks.papers.row import PublishedRow
 from benchmarks.papers.states import fits, peak_bytes, states_bytes
 from benchmarks.papers.testbed import NotPredictable, megatron_flop
-from benchmarks.planners.compute import Arithmetic, describe_run, owners_broadcasts_s, with_arithmetic
-from benchmarks.planners.hardware import testbed_of, with_attention
+from benchmarks.planners.cells import checked, is_unstated, stated_recompute
+from benchmarks.planners.compute import (
+    Arithmetic,
+    describe_run,
+    owners_broadcasts_s,
+    with_arithmetic,
+    with_timed_recompute,
+)
+from benchmarks.planners.hardware import has_fp8, testbed_of, with_attention
 from benchmarks.planners.models import RunModel, model_of_run
 from benchmarks.planners.systems import Degrees, degrees_of, system_of_run
 from mics_strategy.errors import ConfigError
@@ -24,6 +31,8 @@ from mics_strategy.planner.simulator import compute_seconds, step_seconds
 if TYPE_CHECKING:
     from benchmarks.papers.systems import System
     from benchmarks.papers.testbed import Testbed
+    from mics_strategy.planner.cluster import Device
+    from mics_strategy.planner.recompute import Recompute
 
 _OFFLOADS = ("gb200", "gb300", "gh200")  # to a host by NVLink, in place of recomputation
 # Every how many layers one keeps its activations, where recomputation is selective: torchtitan's keeps every second
@@ -91,7 +100,8 @@ def predict_run(row: PublishedRow) -> PredictedRun:
     try:
         run = read_run(row)
         job, micro_batch, num_micro_steps = _job(run)
-        step_s = step_seconds(job.job) + owners_broadcasts_s(job.job, run.system.name)
+        timed = with_timed_recompute(job.job)
+        step_s = step_seconds(timed) + owners_broadcasts_s(timed, run.system.name)
     except ConfigError as error:
         raise NotPredictable(str(error)) from error
     samples_per_s = micro_batch * num_micro_steps * run.num_ranks / step_s
@@ -100,7 +110,7 @@ def predict_run(row: PublishedRow) -> PredictedRun:
         step_s=step_s,
         peak_bytes=peak_bytes(job),
         fits=fits(job) or _is_offloaded(job),
-        waiting=max(0.0, 1 - compute_seconds(job.job) / step_s),
+        waiting=max(0.0, 1 - compute_seconds(timed) / step_s),
         assumptions=tuple(dict.fromkeys((*run.model.assumptions, *job.assumptions))),
     )
 
@@ -117,6 +127,7 @@ def read_run(row: PublishedRow) -> Run:
     Raises:
         NotPredictable: It states too little, or something that the planner has no model of.
     """
+    row = checked(row)
     degrees = degrees_of(row)
     for number, noun in (
         (degrees.pipeline, "pipeline parallelism"),
@@ -140,8 +151,18 @@ def read_run(row: PublishedRow) -> Run:
         system=system_of_run(row, num_ranks, per_node // tensor),
         tokens=row.tokens("seq_len") or _length(row) or testbed.tokens,
         num_ranks=num_ranks,
-        arithmetic=Arithmetic.of(row, tensor),
+        arithmetic=_arithmetic(row, tensor, device),
     )
+
+
+def _arithmetic(row: PublishedRow, tensor: int, device: Device) -> Arithmetic:
+    arithmetic = Arithmetic.of(row, tensor)
+    if arithmetic.is_fp8 and not has_fp8(device):
+        raise NotPredictable(
+            f"`precision` is `{row.text('precision')}`, and there are no fp8 products on {device.name}. Write bf16 or "
+            "fp16, or name another device."
+        )
+    return arithmetic
 
 
 def _length(row: PublishedRow) -> int | None:
@@ -153,38 +174,48 @@ def _length(row: PublishedRow) -> int | None:
 def _job(run: Run) -> tuple[PublishedJob, int, int]:
     """The training, its micro-batch and its micro-steps."""
     batch, num_micro_steps = _batch(run)
-    if not batch and not run.row.text("seq_len"):
+    if not batch and is_unstated(run.row, "seq_len"):
         raise NotPredictable("neither the batch nor the length of its samples is stated")
-    stated, recomputed = run.row.recomputes, run.row.words("activation_ckpt")
-    is_known = not recomputed and run.row.world_size != 1 and re.search(_RECOMPUTING, run.row.words("system"))
-    stated = True if is_known else stated
-    is_selective = "sel" in recomputed or recomputed == "op"
-    tries: list[float] = [False, True] if stated is None else [stated]
-    if is_selective:
-        every = re.search(r"(?:1/|every )(\d)", recomputed)
-        tries = [1 / int(every[1])] if every and every[1] != "0" else [1 - 1 / kept for kept in _KEPT_LAYERS]
-    if len(tries) > 1 and run.testbed.cluster.device.name.startswith(_OFFLOADS):
-        tries = tries[:1]
+    tries, is_stated, notes = _recomputations(run)
     batches = [batch] if batch else _likely_batches(run)
-    notes = () if batch else (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens",)
-    if run.testbed.cluster.device.name.startswith(_OFFLOADS):
-        notes = (*notes, "activations that do not fit are offloaded to the host under the compute")
-    elif is_selective and len(tries) > 1:
-        notes = (*notes, "selective recomputation: one of so many layers keeps its activations, as many as fit")
-    elif is_known or len(tries) > 1:
-        kind = "as in the system's configurations" if is_known else "none, where it fits"
-        notes = (*notes, f"recomputation not stated: {kind}")
+    if not batch:
+        notes = (f"micro-batch not stated: the largest that fits, at most {_LIKELY_TOKENS} tokens", *notes)
     for size in batches:
         for recompute in tries:
             job = _make(run, size, num_micro_steps or 1, recompute)
-            share = 1.0 if stated is not None else _LIKELY_FILL
+            share = 1.0 if is_stated else _LIKELY_FILL
             is_last = (size, recompute) == (batches[-1], tries[-1])
             if is_last or (fits(job) and peak_bytes(job) <= share * job.job.cluster.device.memory_bytes):
                 return dataclasses.replace(job, assumptions=(*notes, *job.assumptions)), size, num_micro_steps or 1
     raise NotPredictable("no micro-batch can be tried")
 
 
-def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: float) -> PublishedJob:
+def _recomputations(run: Run) -> tuple[list[Recompute], bool, tuple[str, ...]]:
+    """What may be recomputed, the likeliest first; whether it is stated; and notes on it."""
+    row, device = run.row, run.testbed.cluster.device
+    words = row.words("activation_ckpt")
+    is_selective = "sel" in words or words == "op"
+    stated = None if is_selective else stated_recompute(row)
+    is_open = stated is None and not is_selective
+    is_known = is_open and row.world_size != 1 and bool(re.search(_RECOMPUTING, row.words("system")))
+    stated = True if is_known else stated
+    tries: list[Recompute] = [False, True] if stated is None else [stated]
+    if is_selective:
+        every = re.search(r"(?:1/|every )(\d)", words)
+        tries = [1 / int(every[1])] if every and every[1] != "0" else [1 - 1 / kept for kept in _KEPT_LAYERS]
+    notes: tuple[str, ...] = ()
+    if device.name.startswith(_OFFLOADS):
+        tries = tries[:1]
+        notes = ("activations that do not fit are offloaded to the host under the compute",)
+    elif is_selective and len(tries) > 1:
+        notes = ("selective recomputation: one of so many layers keeps its activations, as many as fit",)
+    elif is_known or len(tries) > 1:
+        kind = "as in the system's configurations" if is_known else "none, where it fits"
+        notes = (f"recomputation not stated: {kind}",)
+    return tries, stated is not None, notes
+
+
+def _make(run: Run, micro_batch: int, num_micro_steps: int, recompute: Recompute) -> PublishedJob:
     description = describe_run(run.model, run.tokens, run.arithmetic)
     shape = run.model.shape
     flop = tuple(megatron_flop(shape, run.tokens, recomputes=recomputes) for recomputes in (False, True))
@@ -248,5 +279,7 @@ def _in_unit(run: Run, job: PublishedJob, samples_per_s: float, step_s: float) -
         return step_s * 1e3
     if re.search(r"step|iter|second|^time", words):
         is_rate = re.search(r"(steps?|it|iterations?)/s", words)
+        if not is_rate and not is_unstated(row, "unit") and not re.search(r"\b(s|secs?|seconds?)\b", row.words("unit")):
+            raise NotPredictable(f"`unit` is `{row.text('unit')}`, no unit of time. Write s, ms or steps/s.")
         return 1 / step_s if is_rate else step_s
     raise NotPredictable(f"metric `{row.text('metric')}` in `{row.text('unit')}` is not modelled")
