@@ -365,7 +365,7 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
         do.insert(0, "set `recompute=True`")
     communicators = memory.by_kind["communicators"]
     if memory.total_bytes - limit_bytes <= communicators:
-        do.insert(0, f"measure the communicators, assumed to take {communicators / 1e9:.1f} GB, and state their memory")
+        do.insert(0, f"measure the communicators, which count with {communicators / 1e9:.1f} GB, and state that")
     return (
         f"No plan fits {limit_bytes / 1e9:.1f} GB on a rank of {job.cluster.world_size}: the smallest, parameters over "
         f"{job.scopes.params}, gradients over {job.scopes.grads}, optimizer states over {job.scopes.optimizer} ranks, "

@@ -337,7 +337,7 @@ def test_nothing_fits_says_by_how_much_and_what_would_fit() -> None:
 def test_communicators_that_alone_keep_a_plan_out_are_named() -> None:
     smallest = min((p.memory for p in solve(workload(), tiny_cluster(), Space()).fitting), key=lambda m: m.total_bytes)
     assert smallest.by_kind["communicators"] > 1e9
-    with pytest.raises(NoFeasiblePlan, match=r"To fit, measure the communicators, assumed to take \d+.\d GB, and"):
+    with pytest.raises(NoFeasiblePlan, match=r"To fit, measure the communicators, which count with \d+.\d GB, and"):
         solve(workload(), limited(smallest.total_bytes - 1e9), Space())
     with pytest.raises(NoFeasiblePlan, match=r"To fit, (?!measure)"):
         solve(workload(), limited(1e6), Space())
