@@ -99,7 +99,7 @@ class UnitModel:
 
     @property
     def weight_grad_share(self) -> float:
-        """Share of its matrix products, by the weights' elements, that have a gradient of weights: 1 in full training."""
+        """Share of its matrix products whose weights need a gradient, by their elements: 1 if all are trained."""
         matrices = [parameter for parameter in self.parameters if len(parameter.shape) > 1]
         trained = sum(parameter.numel for parameter in matrices if parameter.is_trained)
         return trained / sum(parameter.numel for parameter in matrices) if matrices else 1.0
