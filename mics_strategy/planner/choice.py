@@ -19,7 +19,14 @@ from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.recompute import Recompute, recompute_phrase, recompute_word
 from mics_strategy.planner.report import Section, report_text
-from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
+from mics_strategy.planner.simulator import (
+    Job,
+    compute_seconds,
+    planned_timeline,
+    play,
+    sent_bytes,
+    step_seconds,
+)
 from mics_strategy.planner.solver import Point, Solution, solve, tie_order
 from mics_strategy.planner.space import EQUAL, Space, advised_presets, overheads_of, preset_of, scopes_of
 from mics_strategy.planner.workload import Workload
@@ -36,7 +43,6 @@ class SimulatedStep:
         compute_s: Seconds in which the device computes, if nothing slows it.
         memory: Memory of a rank.
         sent_bytes: Bytes that one rank sends, by axis.
-        played: Simulated tasks.
     """
 
     job: Job
@@ -44,7 +50,6 @@ class SimulatedStep:
     compute_s: float
     memory: RankMemory
     sent_bytes: Mapping[str, int]
-    played: PlayedStep
 
     @property
     def samples_per_s(self) -> float:
@@ -83,7 +88,7 @@ class SimulatedStep:
 
     def timeline(self) -> Timeline:
         """The step as a planned timeline of rank 0, every micro-step in it."""
-        return planned_timeline(self.played, self.job.scopes)
+        return planned_timeline(play(self.job, self.job.num_micro_steps), self.job.scopes)
 
 
 def simulate(
@@ -132,20 +137,15 @@ def simulate(
 
 
 def _simulated(job: Job) -> SimulatedStep:
-    played = play(job, job.num_micro_steps)
-    sent_bytes: dict[str, int] = {}
-    for planned in job.plan(job.num_micro_steps).collectives:
-        sent_bytes[planned.axis] = sent_bytes.get(planned.axis, 0) + planned.sent_bytes
     batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
     return SimulatedStep(
         job=job,
-        step_s=played.seconds,
+        step_s=step_seconds(job),
         compute_s=compute_seconds(job),
         memory=rank_memory(
             job.workload.model, job.config, job.scopes, batch, job.workload.states, overheads_of(job.cluster)
         ),
-        sent_bytes=sent_bytes,
-        played=played,
+        sent_bytes=sent_bytes(job),
     )
 
 

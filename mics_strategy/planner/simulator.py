@@ -12,7 +12,7 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -121,6 +121,16 @@ def step_seconds(job: Job) -> float:
     played = play(job, _PLAYED)
     first, middle, *_ = (played.times.end_s[index] for index in played.tasks.micro_step_ends)
     return played.seconds + (job.num_micro_steps - _PLAYED) * (middle - first)
+
+
+def sent_bytes(job: Job) -> dict[str, int]:
+    """Bytes that one rank sends in a step, by axis."""
+    num_planned = min(job.num_micro_steps, _PLAYED)
+    sent: Counter[str] = Counter()
+    for planned in job.plan(num_planned).collectives:
+        num_alike = job.num_micro_steps - _PLAYED + 1 if planned.micro_step == 1 and num_planned == _PLAYED else 1
+        sent[planned.axis] += num_alike * planned.sent_bytes
+    return dict(sent)
 
 
 def unit_times(job: Job) -> tuple[UnitTime, ...]:

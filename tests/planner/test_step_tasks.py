@@ -1,6 +1,7 @@
 """Does the simulated step keep the engine's order and overlaps?"""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.plan import ROOT_NAME
 from mics_strategy.planner.measured import MeasuredStage
-from mics_strategy.planner.simulator import PlayedStep, planned_timeline, play, step_seconds
+from mics_strategy.planner.simulator import PlayedStep, planned_timeline, play, sent_bytes, step_seconds
 from mics_strategy.planner.step_tasks import COMPUTE, FIRST_HOP, GATHER, SECOND_HOP
 from mics_strategy.timeline import Category, compare
 from tests.planner.jobs import job, tiny_cluster
@@ -171,3 +172,15 @@ def test_equal_timelines_have_no_different_part_and_another_cluster_has() -> Non
     assert not any(part.differs for part in compare(timelines[0], timelines[1], 0))
     differing = {part.key.name for part in compare(timelines[0], timelines[2], 0) if part.differs}
     assert {"forward", "backward"} <= differing
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("second_hop", ["boundary", "micro_step"])
+def test_what_a_step_sends_is_that_of_all_its_micro_steps(num_micro_steps: int, second_hop: str) -> None:
+    """The plan of all of them, beside that of three."""
+    planned = job(BUSY.replace(second_hop=second_hop), global_batch=4 * num_micro_steps)
+    assert planned.num_micro_steps == num_micro_steps
+    whole = Counter[str]()
+    for collective in planned.plan(num_micro_steps).collectives:
+        whole[collective.axis] += collective.sent_bytes
+    assert sent_bytes(planned) == whole
