@@ -129,6 +129,6 @@ def _check_nodes(row: PublishedRow) -> None:
     if not total or not nodes:
         return
     each = min(row.count("gpus_per_node") or total // nodes, total)
-    if nodes * each != total:
+    if nodes > total or nodes * each < total:  # the last node may have idle ones
         found = f"and {nodes} nodes of {each} GPUs hold {nodes * each}"
         raise _refused(row, "total_gpus", found, "State numbers that agree, or leave one out")

@@ -202,6 +202,12 @@ class Cluster:
                 f"{self.num_nodes} nodes were asked for, and cluster {self.name} was calibrated on one, "
                 f"{self.origin.hosts[0]}: the links between nodes were not measured. Calibrate on 2 nodes or more."
             )
+        for name, count in (("intra_node", self.ranks_per_node), ("inter_node", self.num_nodes)):
+            if count > 1 and getattr(self, name).source == _NOT_STATED.source:
+                raise ConfigError(
+                    f"{self.num_nodes} nodes of {self.ranks_per_node} ranks were asked for, and cluster {self.name} "
+                    f"states no `{name}`. State it."
+                )
         if self.nodes_per_switch != 0:
             _check_count("nodes_per_switch", self.nodes_per_switch, f"cluster {self.name}")
         if (self.nodes_per_switch > 0) != (self.inter_switch is not None):
@@ -300,13 +306,7 @@ class Cluster:
         return cls.load(source) if is_cluster_file(source) else cls.preset(source)
 
     def with_nodes(self, num_nodes: int) -> Cluster:
-        """The same cluster with another number of nodes.
-
-        Raises:
-            ConfigError: It is one node, and states no link between nodes.
-        """
-        if num_nodes > 1 and self.inter_node == _NOT_STATED:
-            raise ConfigError(f"{num_nodes} nodes were asked for, and {self.name} states no `inter_node`. State it.")
+        """The same cluster with another number of nodes."""
         return dataclasses.replace(self, num_nodes=num_nodes)
 
     def with_best_kernels(self) -> Cluster:

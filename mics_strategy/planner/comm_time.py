@@ -69,7 +69,7 @@ class CommTime:
         """Seconds of one stage in which the host computes nothing else, and with it a device that is its CPU.
 
         The smallest stage inside a node moves nothing to speak of: its time is that of calls, threads and wake-ups. A
-        GPU computes on meanwhile.
+        GPU computes on meanwhile, and nothing is known where a node has one rank.
         """
         if self.cluster.backend != "gloo":
             return 0.0

@@ -378,23 +378,23 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
 def _nodes_to_use(job: Job, limit_bytes: int) -> str:
     """Advice on the number of nodes with which the job would fit.
 
-    Every state is sharded over all ranks. Memory needs no links, so that they need not be measured.
+    Every state is sharded over all ranks. Memory needs no links, so that they need not be stated.
     """
+    topology = topology_of(job.cluster)
 
     def fits(num_nodes: int) -> bool:
-        cluster = dataclasses.replace(job.cluster, num_nodes=num_nodes, origin=None)
-        size = cluster.world_size
+        size = num_nodes * job.cluster.ranks_per_node
         config = job.config.replace(
             params=size,
             grads=size,
             optimizer=size,
             secondary_params="none",
             world_size=size,
-            topology=topology_of(cluster),
+            topology=topology,
         )
-        scopes = resolve_scopes(config, topology_of(cluster), size)
+        scopes = resolve_scopes(config, topology, size)
         batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
-        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, overheads_of(cluster))
+        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, overheads_of(job.cluster))
         return memory.total_bytes <= limit_bytes
 
     doubled = (job.cluster.num_nodes << doublings for doublings in range(1, _MAX_DOUBLINGS + 1))

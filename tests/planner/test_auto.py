@@ -1,6 +1,7 @@
 """Does a job that starts choose what the solver would, from the little that it knows?"""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,17 @@ def test_the_ranks_of_a_node_share_its_links() -> None:
     assert links.inter_node.bytes_per_s == pytest.approx(4 * product.inter_node.bytes_per_s)
     assert links.intra_node == product.intra_node
     assert job_cluster(AUTO, of_job) == links
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_a_file_of_one_node_is_no_file_of_several(ranks_per_node: int, tmp_path: Path) -> None:
+    """Also where the ranks of the job share the links otherwise than those of the file."""
+    box = {"ranks_per_node": 2, "device": "rtx4090-24gb", "intra_node": {"bandwidth": "25 GB/s", "latency": "6 us"}}
+    (tmp_path / "box.json").write_text(json.dumps(box))
+    config = AUTO.replace(cluster=str(tmp_path / "box.json"))
+    assert job_cluster(config, job(tiny_cluster(1, ranks_per_node))).num_nodes == 1
+    with pytest.raises(ConfigError, match=f"2 nodes of {ranks_per_node} ranks were asked for, and cluster box states"):
+        job_cluster(config, job(tiny_cluster(2, ranks_per_node)))
 
 
 def test_switches_are_those_of_the_job(tmp_path: Path) -> None:
