@@ -1,5 +1,6 @@
 """Is the comparison of plan and measurement itself right?"""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def row(predicted_s: float, measured_s: float, accumulation: int = 1) -> Row:
 
 def test_pairs_count_only_where_times_differ_and_the_setting_is_one() -> None:
     rows = [row(1.0, 1.0), row(2.0, 3.0), row(3.0, 2.0), row(3.1, 2.01), row(0.1, 9.0, accumulation=4)]
+    rows.append(dataclasses.replace(rows[0], width=8, measured_s=9.0))
     assert pairs_in_order(rows) == (3, 5)  # the second before the third and the fourth is wrong; these two are alike
 
 

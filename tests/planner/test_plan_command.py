@@ -54,6 +54,11 @@ def tokens_net(seq_len: int) -> tuple[nn.Module, TraceInput]:
     return Net(), TraceInput(name="tokens", example=example, tokens_per_sample=seq_len, units=[nn.Linear])
 
 
+def frozen() -> tuple[nn.Module, dict[str, Any]]:
+    model, example = net()
+    return model.requires_grad_(requires_grad=False), example
+
+
 def nothing() -> int:
     return 1
 
@@ -304,6 +309,10 @@ PLAN: dict[str, tuple[list[str], str]] = {
     "words for nodes": (
         [*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "two", "--global-batch", "64"],
         "`--nodes two`",
+    ),
+    "nothing trained": (
+        ["--model", f"{__name__}:frozen", *P4D, "--global-batch", "64"],
+        "Leave some to be trained",
     ),
     "no length": (["--model", "llama-7b", *P4D, "--global-batch", "64"], "Add `--seq-len`"),
     "length of images": (["--model", "wide_resnet-3b", "--seq-len", "8", *P4D, "--global-batch", "64"], "Leave out"),

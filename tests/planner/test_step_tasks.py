@@ -78,19 +78,23 @@ def test_a_cpu_computes_longer_by_the_calls_of_its_collectives_and_a_gpu_does_no
         for size, table in tables
     )
     config = BUSY.replace(overlap=overlap)
-    of_unit: dict[str, dict[str, float]] = {}
-    for backend in ("gloo", "nccl"):
+    computed: dict[str, Counter[tuple[str, str]]] = {"gloo": Counter(), "nccl": Counter()}
+    calls = Counter[tuple[str, str]]()
+    for backend, seconds in computed.items():
         cluster = dataclasses.replace(tiny_cluster(), measured_stages=stages, backend=backend)
         tasks = played(config, 2, cluster=cluster).tasks
-        of_unit[backend] = dict.fromkeys([ROOT_NAME, *LAYERS], 0.0)
-        calls = dict.fromkeys([ROOT_NAME, *LAYERS], 0)
+        calls.clear()
         for task, label in zip(tasks.tasks, tasks.labels, strict=True):
-            if label.unit in calls:
-                of_unit[backend][label.unit] += task.seconds if task.stream == COMPUTE else 0.0
-                calls[label.unit] += task.stream != COMPUTE
-    for unit, num_stages in calls.items():
-        assert of_unit["gloo"][unit] - of_unit["nccl"][unit] == pytest.approx(num_stages * 2e-3)
-        assert num_stages > 2
+            if label.stage is None:
+                seconds[label.name, label.unit] += task.seconds
+            else:
+                calls["forward" if label.stage.phase == "forward" else "backward", label.unit] += 1
+    for unit in (ROOT_NAME, *LAYERS):
+        for name in ("forward", "backward"):
+            longer = computed["gloo"][name, unit] - computed["nccl"][name, unit]
+            assert longer == pytest.approx(calls[name, unit] * 2e-3)
+            assert calls[name, unit] >= 2
+    assert computed["gloo"]["step", ""] == computed["nccl"]["step", ""]
 
 
 def test_recomputation_runs_in_front_of_the_backward_of_layers_alone() -> None:
