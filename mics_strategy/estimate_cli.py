@@ -41,6 +41,7 @@ from mics_strategy.planner.memory import (
 from mics_strategy.planner.model_sources import recipe_model, transformers_config
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.planner.recompute import parse_recompute, recompute_phrase
 from mics_strategy.planner.space import overheads_of
 from mics_strategy.recipe_names import recipe_names
 from mics_strategy.scopes import Scopes, resolve_scopes
@@ -98,7 +99,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: 8")
     parser.add_argument("--micro-batch", type=int, default=None, help="samples of a micro-batch; adds activations")
     parser.add_argument("--seq-len", type=int, default=None, help=f"tokens of a sample; default: {_DEFAULT_TOKENS}")
-    parser.add_argument("--recompute", action="store_true", help="recompute the activations of layers")
+    parser.add_argument(
+        "--recompute",
+        nargs="?",
+        const="yes",
+        default="no",
+        help="recompute the activations of layers; or of 1/2 of them, or of attention",
+    )
     parser.add_argument(
         "--communicator-memory",
         default=None,
@@ -114,7 +121,7 @@ def _assumed(options: Namespace, config: ShardConfig) -> str:
     batch = ", activations not counted (--micro-batch)"
     if options.micro_batch is not None:
         batch = f", {options.micro_batch} x {options.seq_len or _DEFAULT_TOKENS} tokens"
-        batch += ", layers recomputed" if options.recompute else ", no recomputation"
+        batch += recompute_phrase(options.recompute) or ", no recomputation"
     return f"computed in {dtype} (--param-dtype), {options.state_bytes} bytes of optimizer states an element{batch}"
 
 
@@ -197,6 +204,9 @@ def _fill_in(options: Namespace, cluster: Cluster | None) -> None:
 
 
 def _check(options: Namespace) -> None:
+    if options.recompute == "auto":
+        raise ConfigError("`--recompute auto` is for `mics plan`, which chooses. Use yes, no, attention, or 1/2.")
+    options.recompute = parse_recompute(options.recompute)
     for name in ("nodes", "ranks_per_node", "state_bytes", "micro_batch", "seq_len"):
         value, least = getattr(options, name), 0 if name == "state_bytes" else 1
         if value is not None and value < least:

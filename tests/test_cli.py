@@ -235,6 +235,15 @@ def test_estimate_counts_activations_and_takes_any_scopes(tmp_path: Path, capsys
     recomputed = rows_of(capsys.readouterr().out)
     assert recomputed["activations of layers"] == pytest.approx(4 * 2 * 2048 * 512 * 2 / 1e9, abs=0.001)
     assert kept["activations of layers"] > 15 * recomputed["activations of layers"]
+    assert main(["estimate", str(tmp_path), *options, *batch, "--recompute", "1/2"]) == 0
+    text = capsys.readouterr().out
+    assert ", 0.5 of the layers recomputed" in text
+    mean = (kept["activations of layers"] + recomputed["activations of layers"]) / 2
+    assert rows_of(text)["activations of layers"] == pytest.approx(mean, abs=0.002)
+    assert main(["estimate", str(tmp_path), *options, *batch, "--recompute", "attention"]) == 0
+    text = capsys.readouterr().out
+    assert ", attention recomputed" in text
+    assert mean < rows_of(text)["activations of layers"] < kept["activations of layers"]
 
 
 def test_estimate_of_a_catalog_name_chooses_scopes_for_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,6 +326,11 @@ def test_estimate_takes_nodes_and_ranks_from_a_cluster(tmp_path: Path, capsys: p
         (["llama-7b", "--ranks-per-node", "8", "--params", "16"], "does not divide the 8 ranks"),
         (["llama-7b", "--ranks-per-node", "8", "--optimizer", "4"], "coarser than `params`"),
         (["llama-7b", "--ranks-per-node", "8", "--recompute"], "Add `--micro-batch 1`"),
+        (
+            ["llama-7b", "--ranks-per-node", "8", "--micro-batch", "1", "--recompute", "1/40"],
+            "less than one of the 32 layers. Use 1/32 or more",
+        ),
+        (["llama-7b", "--ranks-per-node", "8", "--micro-batch", "1", "--recompute", "auto"], "is for `mics plan`"),
         (["llama-7b", "--ranks-per-node", "8", "--micro-batch", "0"], "`--micro-batch 0` is too small. Use 1 or more."),
         (["llama-7b", "--ranks-per-node", "8", "--nodes", "0"], "`--nodes 0` is too small. Use 1 or more."),
         (["llama-7b", "--ranks-per-node", "8", "--memory", "80 monkeys"], "`--memory`"),

@@ -74,6 +74,7 @@ class UnitModel:
             the head and the last norm. 0 for layers.
         depth: Units around it; the root has 0.
         is_layer: Whether recomputation applies: to the layers that a model repeats, not to embeddings, head and root.
+        has_backward: Whether a backward runs through it: not where it and all before it are frozen.
     """
 
     name: str
@@ -86,6 +87,7 @@ class UnitModel:
     freed_bytes: int = 0
     depth: int = 1
     is_layer: bool = True
+    has_backward: bool = True
     attention_flop: float = 0.0
     attention_share: float = 1.0
     attention: FusedAttention = FusedAttention()
@@ -107,6 +109,8 @@ class UnitModel:
     @property
     def model_flop(self) -> float:
         """FLOP of the forward and backward of one sample, nothing recomputed."""
+        if not self.has_backward:
+            return self.forward_flop
         products = self.forward_flop - self.attention_flop
         return 3 * self.attention_flop + (2 + self.weight_grad_share) * products
 

@@ -47,7 +47,8 @@ class TraceInput:
 
     Attributes:
         name: Name of the description.
-        example: Keyword arguments of the forward for one sample: tensors [1, ...] on any device, and other values.
+        example: Keyword arguments of the forward for one sample: tensors [1, ...] on any device, of which those that
+            require a gradient get one, and other values.
         tokens_per_sample: Tokens of a sequence; 1 for an image.
         units: Modules that form units, as for `shard`.
         loss: Loss of the forward's output; by default, that of `token_loss`.
@@ -103,6 +104,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
         )
     specs = find_units(model, traced.units)
     small, large = (_trace(model, specs, traced, num_samples) for num_samples in _BATCHES)
+    with_backward = {index for index, cost in enumerate(small) if cost.num_in_graph}
     costs = [after.minus(before) for before, after in zip(small, large, strict=True)]
     names, layers = _kinds(specs, costs), _layers(specs)
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
@@ -124,6 +126,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             freed_bytes=cost.freed_bytes,
             depth=spec.depth,
             is_layer=index in layers,
+            has_backward=index in with_backward,
         )
         for index, (spec, cost, kind) in enumerate(zip(specs, costs, names, strict=True))
     )
@@ -149,6 +152,7 @@ class _Cost:
     input_bytes: int = 0
     working_bytes: int = 0
     freed_bytes: int = 0
+    num_in_graph: int = 0  # tensors that autograd saved, and outputs that require a gradient; of no batch's size
 
     def minus(self, other: _Cost) -> _Cost:
         names = [entry.name for entry in dataclasses.fields(self)]
@@ -213,7 +217,8 @@ def _batched(value: Any, num_samples: int) -> Any:
             f"An example tensor has the shape {list(value.shape)}. Pass one sample, [1, ...]: the first dimension is "
             "that of the batch."
         )
-    return torch.empty(num_samples, *value.shape[1:], dtype=value.dtype, device="meta")
+    shape = (num_samples, *value.shape[1:])
+    return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
 def _storages(model: nn.Module) -> set[int]:
@@ -312,6 +317,7 @@ class _Recorder(TorchDispatchMode):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self._makers.setdefault(tensor.untyped_storage(), index)  # the innermost unit
+                    self.costs[index].num_in_graph += tensor.requires_grad
 
         return enter, leave
 
@@ -332,6 +338,7 @@ class _Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Count a tensor that autograd saves."""
         unit = self._running[-1]
+        self.costs[unit].num_in_graph += 1
         if tensor.untyped_storage()._cdata not in self._states:
             num_bytes = self._memory.save(tensor)
             self.costs[unit].saved_bytes += num_bytes

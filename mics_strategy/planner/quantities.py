@@ -18,6 +18,7 @@ from mics_strategy.errors import ConfigError
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 LARGEST = 1e300  # no float holds an integer of any size
+_LEAST = 1e4  # bytes, bytes or FLOP per second of anything in a cluster: below it, a unit was forgotten
 
 
 class Quantity(enum.Enum):
@@ -46,9 +47,11 @@ def parse_quantity(value: Any, kind: Quantity, where: str) -> float:
         where: Name of the field in errors.
 
     Raises:
-        ConfigError: The text is no quantity of this kind, or not above 0.
+        ConfigError: The text is no quantity of this kind, not above 0, or lacks its unit.
     """
     number = _number(value, kind)
+    if kind is not Quantity.SECONDS and 0 < number < _LEAST:
+        raise ConfigError(f"{where} is {value!r}, which is next to nothing without a unit. Write it like {kind.value}.")
     if not math.isfinite(number) or number <= 0:
         raise ConfigError(f"{where} is {value!r}, not a quantity above 0. Write it like {kind.value}.")
     return number

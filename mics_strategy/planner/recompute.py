@@ -52,11 +52,26 @@ def recompute_phrase(recompute: Recompute) -> str:
 
 
 def recomputed_units(units: Iterable[UnitModel], recompute: Recompute) -> list[bool]:
-    """Whether something of each unit is recomputed. A share is spread evenly over the layers."""
+    """Whether something of each unit is recomputed. A share is spread evenly over the layers.
+
+    Raises:
+        ConfigError: The share is less than a layer, or no layer has fused attention.
+    """
     share, layer, found = 1.0 if isinstance(recompute, str) else float(recompute), 0, []
+    has_attention = False
     for unit in units:
         layer += unit.is_layer
-        found.append(unit.is_layer and _floor(layer * share) > _floor((layer - 1) * share))
+        has_attention |= unit.attention.saved_bytes > 0
+        found.append(unit.is_layer and unit.has_backward and _floor(layer * share) > _floor((layer - 1) * share))
+    if share and layer and not _floor(layer * share):
+        raise ConfigError(
+            f"`recompute={share:.3g}` is less than one of the {layer} layers. Use 1/{layer} or more, or do without."
+        )
+    if recompute == ATTENTION and not has_attention:
+        raise ConfigError(
+            "`recompute='attention'` recomputes fused attention, and no layer has any. Use True, False, or a share of "
+            "the layers such as 1/2."
+        )
     return found
 
 

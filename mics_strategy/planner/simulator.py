@@ -69,10 +69,10 @@ class Job:
 
     def order(self, num_micro_steps: int) -> StepOrder:
         """Orders of the units, as before the first step of a real job."""
-        order = tuple(range(len(self.workload.model.units)))
+        units = self.workload.model.units
         return StepOrder(
-            forward=order,
-            backward=(0, *reversed(order[1:])),
+            forward=tuple(range(len(units))),
+            backward=(0, *(index for index in range(len(units) - 1, 0, -1) if units[index].has_backward)),
             num_micro_steps=num_micro_steps,
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
@@ -162,6 +162,8 @@ def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float,
     attention_s = _attention_seconds(unit, samples, device)
     pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
     forward_s = matmul_s + attention_s + _FORWARD_PASSES * pass_s
+    if not unit.has_backward:
+        return forward_s, 0.0
     backward_s = (1 + unit.weight_grad_share) * matmul_s  # a frozen weight needs no gradient
     return forward_s, backward_s + ATTENTION_BACKWARD * attention_s + _BACKWARD_PASSES * pass_s
 

@@ -110,7 +110,7 @@ def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, r
     assert links == ({"intra_node", "inter_node"} if ranks_per_node > 1 else {"inter_node"})
     assert cluster.device.peak_flop_per_s > 1e8
     assert 0 < cluster.device.sustained_efficiency <= 1
-    assert 0 < cluster.device.attention_share < 1  # products of 512 x 512 are faster on every machine
+    assert 0 < cluster.device.attention_share <= 1  # 1 on a busy machine: products of 512 x 512 are faster
     assert all(cluster.measured_codec(Codec(bits=bits, rotation=r)) for bits in (8, 4, 2) for r in (False, True))
     workload = Workload(
         model=describe_model("bert-1.5b", 128), global_batch=cluster.world_size, micro_batch=1, recompute=False
@@ -161,7 +161,7 @@ class Attention(nn.Module):
 def test_attention_that_was_measured_is_predicted_to_take_its_time() -> None:
     with mock.patch.object(layer_time, "median_seconds", return_value=3.0):
         rate = layer_time.attention_rate(torch.float32, torch.device("cpu"), lambda: None)
-    example = {"x": torch.zeros(1, 2, 512, 128, device="meta")}
+    example = {"x": torch.zeros(1, 2, 512, 128, device="meta", requires_grad=True)}
     traced = TraceInput(name="attention", example=example, units="auto", loss=lambda out: out.sum())
     (unit,) = trace_model(Attention(), traced).units
     device = dataclasses.replace(tiny_cluster().device, memory_bytes_per_s=1e30, attention_share=0.5)

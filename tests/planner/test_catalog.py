@@ -224,6 +224,8 @@ def test_quantities_have_decimal_and_binary_prefixes_bits_and_bytes() -> None:
     assert parse_quantity("2 GiB", Quantity.BYTES, "x") == 2**31
     assert parse_quantity("3.5 us", Quantity.SECONDS, "x") == pytest.approx(3.5e-6)
     assert parse_quantity(7, Quantity.SECONDS, "x") == 7.0
+    with pytest.raises(ConfigError, match="x is 165, which is next to nothing without a unit"):
+        parse_quantity(165, Quantity.FLOP_PER_S, "x")
     for text in ("3.4 s", "-1 GB/s", "1.2.3 GB/s", "fast", True, None):
         with pytest.raises(ConfigError):
             parse_quantity(text, Quantity.BYTES_PER_S, "x")

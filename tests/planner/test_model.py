@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mics_strategy.config import ShardConfig
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.planner.recompute import recomputed_units
 from mics_strategy.planner.resnet_formulas import ResnetShape, describe_resnet
-from mics_strategy.planner.simulator import compute_times
+from mics_strategy.planner.simulator import compute_times, unit_times
 from recipes.models.build import build_model
 from recipes.models.config import ModelConfig
-from tests.planner.jobs import tiny_cluster
+from tests.planner.jobs import job, tiny_cluster
 
 TOKENS = 64
 
@@ -109,6 +111,29 @@ class Adapted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x) + self.up(self.down(x))
         return out
+
+
+def test_no_backward_runs_in_front_of_the_first_trained_layer() -> None:
+    """Of 8 layers the last four are trained: FLOP of a real backward, gathers and recomputation of these."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(8)))
+        batch = torch.zeros(8, 64)
+    model[:4].requires_grad_(requires_grad=False)
+    example = TraceInput(name="x", example={"input": batch[:1]}, units=[nn.Sequential], loss=lambda out: out.sum())
+    described = trace_model(model, example)
+    assert [unit.has_backward for unit in described.units] == [True, *[False] * 4, *[True] * 4]
+    with FlopCounterMode(display=False) as forward:
+        out = model(batch)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    unneeded = forward.get_total_flops() // 8  # the gradient of the first trained layer's input counts all the same
+    real = forward.get_total_flops() + backward.get_total_flops()
+    assert 8 * described.model_flop_per_sample == real + unneeded
+    assert recomputed_units(described.units, 1) == [False] * 5 + [True] * 4
+    planned = job(ShardConfig.preset("zero3"), model=described)
+    backwards = {c.unit for c in planned.plan(1).collectives if c.phase == "backward" and c.collective == "all_gather"}
+    assert backwards == {"4", "5"}  # the last two are still there
+    assert [unit.backward_s > 0 for unit in unit_times(planned)][1:] == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("rank", [1, 4, 64])
