@@ -18,7 +18,7 @@ from mics_strategy.comm.kernel_warmup import KernelWarmup
 from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
 from mics_strategy.comm.stages import Stages
 from mics_strategy.comm.transport import BackendTransport, Transport
-from mics_strategy.comm.work import Steps, Work, check_shapes
+from mics_strategy.comm.work import Prologue, Steps, Work, check_shapes
 from mics_strategy.comm.workspace import Workspace, aligned_bytes, once_per_buffer
 
 
@@ -99,6 +99,7 @@ class Communicator:
         accumulate: bool,
         label: str,
         residual: torch.Tensor | None = None,
+        prologue: Prologue | None = None,
     ) -> Work:
         """Sum every rank's `full` and keep this rank's slice.
 
@@ -108,6 +109,7 @@ class Communicator:
             accumulate: Whether to add to `out` instead of overwriting it.
             label: Label of the payload in errors.
             residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
+            prologue: What comes before it, on its thread or stream; None for nothing.
 
         Returns:
             The work; `out` is valid after `wait()`.
@@ -116,7 +118,7 @@ class Communicator:
             Sent: `traffic.reduce_scatter_traffic`. In several stages a narrow wire dtype rounds once per stage.
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
-        op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
+        op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype, prologue)
         self._queue.log(traffic.reduce_scatter_traffic, full.numel(), full.dtype)
         task = partial(self._stages.reduce_scatter, out, full, accumulate, op.tag, residual)
         return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
@@ -130,7 +132,12 @@ class Communicator:
         self.warmup.announce(routes.REDUCE_SCATTER, full_numel // self.size, wire, dtype)
 
     def all_reduce(
-        self, tensor: torch.Tensor, wire: torch.dtype, label: str, residual: torch.Tensor | None = None
+        self,
+        tensor: torch.Tensor,
+        wire: torch.dtype,
+        label: str,
+        residual: torch.Tensor | None = None,
+        prologue: Prologue | None = None,
     ) -> Work:
         """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
 
@@ -139,6 +146,7 @@ class Communicator:
             wire: Dtype of unquantized payloads.
             label: Label of the payload in errors.
             residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
+            prologue: What comes before it, on its thread or stream; None for nothing.
 
         Returns:
             The work; `tensor` is valid after `wait()`.
@@ -147,7 +155,7 @@ class Communicator:
             Sent: `traffic.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
             once when the sum is sent back.
         """
-        op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)
+        op = self._queue.next_op("All-reduce", label, tensor.numel(), wire, prologue)
         self._queue.log(traffic.all_reduce_traffic, tensor.numel(), wire, tensor.dtype)
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
             return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))

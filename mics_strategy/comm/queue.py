@@ -37,7 +37,7 @@ from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import CollectiveTraffic, StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
-from mics_strategy.comm.work import BackendWork, Steps, Work
+from mics_strategy.comm.work import Prologue, QueuedWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
 
 CommTask = Callable[[], Steps]
@@ -63,7 +63,7 @@ class CommThread:
         self._last: _QueuedTask | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, op: OpRequest, label: str, ranks: frozenset[int], steps: TaskSteps) -> BackendWork:
+    def submit(self, op: OpRequest, label: str, ranks: frozenset[int], steps: TaskSteps) -> QueuedWork:
         """Run a task after all previous ones.
 
         Args:
@@ -138,7 +138,7 @@ class _FirstFailure:
 class _QueuedTask:
     """A task in the queue."""
 
-    __slots__ = ("_done", "_failure", "_first_failure", "_op", "_previous", "_steps", "_watchdog")
+    __slots__ = ("_behind", "_done", "_failure", "_first_failure", "_op", "_previous", "_steps", "_watchdog")
 
     def __init__(
         self,
@@ -152,6 +152,7 @@ class _QueuedTask:
         self._first_failure = first_failure
         self._previous = previous
         self._steps: TaskSteps | None = steps
+        self._behind = () if steps.prologue is None else steps.prologue.works
         self._watchdog = watchdog
         self._done = threading.Event()
         self._failure: BaseException | None = None
@@ -171,6 +172,7 @@ class _QueuedTask:
         self._previous = None
         if steps is not None:
             self._run(steps.wait)
+        self._behind = ()
         self._failure = self._first_failure.failure
         self._done.set()
 
@@ -196,11 +198,20 @@ class _QueuedTask:
         self._watchdog.withdraw_report()
 
     def _first_unfinished(self) -> _QueuedTask:
-        """The task that runs now: this one, or a previous one of the queue."""
+        """The task that runs now: this one, or one that comes before it, in this queue or in another one."""
         first = self
         while (previous := first._previous) is not None and not previous._done.is_set():
             first = previous
+        for work in first._behind:
+            if isinstance(work, _QueuedTask) and not work._done.is_set():
+                return work._first_unfinished()
         return first
+
+    def join(self) -> None:
+        """See `QueuedWork.join`. The host, which waits for this task as well, watches it for stalls."""
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def is_completed(self, within_s: float = 0.0) -> bool:
         """Whether the task has ended, with or without an error, within that time."""
@@ -226,11 +237,15 @@ class RouteBinding:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """A collective as all its ranks know it. Ranks with the same tag have submitted the same collective."""
+    """A collective as all its ranks know it, and what this rank does before it.
+
+    Ranks with the same tag have submitted the same collective.
+    """
 
     name: str
     size: str
     tag: int
+    prologue: Prologue | None = None
 
 
 class TaskSteps:
@@ -240,11 +255,19 @@ class TaskSteps:
         task: The task.
         tensors: Tensors that it reads and writes, each contiguous; None where that is not known.
         workspace: Scratch memory.
+        prologue: What comes before it; None for nothing.
     """
 
-    __slots__ = ("_has_ended", "_part", "_ranges", "_steps", "_task", "_workspace")
+    __slots__ = ("_has_ended", "_part", "_ranges", "_steps", "_task", "_workspace", "prologue")
 
-    def __init__(self, task: CommTask, tensors: Iterable[torch.Tensor] | None, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        task: CommTask,
+        tensors: Iterable[torch.Tensor] | None,
+        workspace: Workspace,
+        prologue: Prologue | None = None,
+    ) -> None:
+        self.prologue = prologue
         self._task = task
         self._ranges = None if tensors is None else [_address_range(tensor) for tensor in tensors]
         self._workspace = workspace
@@ -255,7 +278,8 @@ class TaskSteps:
     @property
     def can_start_ahead(self) -> bool:
         """Whether `start` has not run, and may run while the task before is unfinished."""
-        return self._steps is None and self._workspace.encodes_ahead
+        is_due = self.prologue is None or all(work.is_completed() for work in self.prologue.works)
+        return self._steps is None and self._workspace.encodes_ahead and is_due
 
     def uses_memory_of(self, other: TaskSteps) -> bool:
         """Whether both tasks may read or write the same memory."""
@@ -267,10 +291,12 @@ class TaskSteps:
         )
 
     def start(self) -> None:
-        """Run what waits for no rank."""
+        """Run what waits for no rank, behind what comes before."""
         self._part = self._workspace.take()
-        self._steps = self._task()
         try:
+            if self.prologue is not None:
+                self.prologue.run()
+            self._steps = self._task()
             next(self._steps, None)
         except BaseException:
             self._workspace.release(self._part)
@@ -321,14 +347,16 @@ class CollectiveQueue(ABC):
             lambda traffic_of, *payload: [*map(with_sent_bytes, traffic_of(binding.route, *payload))]
         )
 
-    def next_op(self, kind: str, label: str, numel: int, dtype: torch.dtype) -> OpRequest:
+    def next_op(
+        self, kind: str, label: str, numel: int, dtype: torch.dtype, prologue: Prologue | None = None
+    ) -> OpRequest:
         """Add the next collective to the fingerprints, and give it a tag."""
         check_not_forked()
         for transport in self._binding.transports:
             transport.fingerprint.update(label)
         count = self._binding.transports[0].fingerprint.count
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
-        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
+        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag, prologue)
 
     def log(self, traffic_of: Callable[..., list[StageTraffic]], *payload: Hashable) -> list[CollectiveTraffic]:
         """Record what a collective sends, `traffic_of(route, *payload)`, and return it."""
@@ -357,7 +385,7 @@ class InlineQueue(CollectiveQueue):
 
     @override
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
-        steps = TaskSteps(task, tensors, self._workspace)
+        steps = TaskSteps(task, tensors, self._workspace, op.prologue)
         steps.start()
         return Work(f"{op.name} over {self._where}", [steps])
 
@@ -381,5 +409,7 @@ class ThreadQueue(CollectiveQueue):
     @override
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
         name = f"{op.name} over {self._where}"
-        work = self._thread.submit(op, name, self._binding.ranks, TaskSteps(task, tensors, self._workspace))
-        return Work(name, [work], is_on_thread=True, on_failure=self._binding.watchdog.explain)
+        work = self._thread.submit(
+            op, name, self._binding.ranks, TaskSteps(task, tensors, self._workspace, op.prologue)
+        )
+        return Work(name, [work], queued=work, on_failure=self._binding.watchdog.explain)

@@ -7,7 +7,8 @@ sum, copying out) are part of the work, so a caller never sees half a result.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,32 +29,58 @@ class BackendWork(Protocol):
         """Whether the transport has finished, or has failed."""
 
 
+class QueuedWork(BackendWork, Protocol):
+    """Work of a communication thread."""
+
+    def join(self) -> None:
+        """Block another communication thread until the work has ended. Raises its error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """What comes before a collective where that runs, without the host: in its communication thread, or on its stream.
+
+    Attributes:
+        works: Collectives of other communication threads that end first; none where streams wait for each other.
+        prepare: Local work behind them.
+    """
+
+    works: Sequence[QueuedWork]
+    prepare: Callable[[], None]
+
+    def run(self) -> None:
+        """Wait for the works, and prepare."""
+        for work in self.works:
+            work.join()
+        self.prepare()
+
+
 class Work:
     """One started collective and the steps that follow it.
 
     Args:
         label: Name of the collective, the unit and the axis, for errors.
         works: Started work of the transport; empty when nothing had to be sent.
-        is_on_thread: Whether a communication thread runs this collective, before later ones of its queue.
+        queued: What a communication thread runs, before later collectives of its queue; None where none does.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
 
     Attributes:
         keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_on_thread", "keepalive", "label")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "keepalive", "label", "queued")
 
     def __init__(
         self,
         label: str,
         works: list[BackendWork],
         *,
-        is_on_thread: bool = False,
+        queued: QueuedWork | None = None,
         on_failure: Callable[[], str] = str,
     ) -> None:
         self.label = label
         self._on_failure = on_failure
-        self.is_on_thread = is_on_thread
+        self.queued = queued
         self._works = works
         self._finish: Callable[[], None] | None = None
         self.keepalive: list[torch.Tensor] = []

@@ -1,29 +1,10 @@
-"""First hops of one backward: those in flight, and the order in which they start.
-
-The order is the same on all ranks, whatever gradients a rank has.
-"""
+"""The order of first hops in one backward, the same on all ranks, whatever gradients a rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from mics_strategy.engine.streams import OpChain
 from mics_strategy.engine.unit import Unit
-
-
-@dataclass(frozen=True, slots=True)
-class FirstHop:
-    """A first hop in flight; `starts_second_hop` if the second may follow it at once."""
-
-    unit: Unit
-    chains: list[OpChain]
-    starts_second_hop: bool
-
-    @property
-    def may_start_second_hop(self) -> bool:
-        """Whether the second hop may follow at once."""
-        return self.starts_second_hop and bool(self.chains) and all(chain.has_completed for chain in self.chains)
 
 
 class FirstHopOrder:

@@ -17,7 +17,7 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.comm.work import Work
+from mics_strategy.comm.communicator import AnyCommunicator
+from mics_strategy.comm.work import Prologue, QueuedWork, Work
 from mics_strategy.comm.workspace import once_per_buffer
 from mics_strategy.engine.backward_grads import BackwardGrads, sparse_gradients
 from mics_strategy.engine.bucket import Bucket
@@ -83,8 +84,7 @@ class GradBucket:
         bucket: The bucket.
         memory: Sums and residuals.
         staging: [elements of the largest chunk of a first hop] in the wire dtype, in a buffer that all buckets use in
-            turn, in the order of a stream; None where each first hop borrows a flat buffer of its own. With it,
-            gradients stay where autograd has stored them until the first hop.
+            turn, and until which gradients stay where autograd has stored them; None where each first hop borrows one.
 
     Attributes:
         feedback: Residuals of error feedback.
@@ -208,8 +208,7 @@ class GradBucket:
         """Whether the accumulator has earlier gradients, and those that are read in place."""
         kept = self.collected.start_reduce()
         self._start_accumulating()
-        accumulate = self.flags.any(GradFlag.ACCUMULATED)
-        if accumulate:
+        if accumulate := self.flags.any(GradFlag.ACCUMULATED):
             self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
         self.flags.apply("start_reduce")
         return accumulate, kept
@@ -306,40 +305,51 @@ class GradBucket:
         num_replicas = 1 if replica_comm is None else replica_comm.size
         self.result.mul_(self._divisor / num_replicas)
 
-    def reduce_scatter_outer(self, wire: torch.Tensor) -> Work | None:
-        """Reduce-scatter the accumulator from the gradient to the optimizer scope.
-
-        The axes are those that the optimizer scope has beyond the gradient scope.
+    def second_hop(self, wire: torch.Tensor, first_hops: Sequence[QueuedWork]) -> Iterator[Op]:
+        """Ops of the second hop: from the gradient to the optimizer scope, and over the replicas.
 
         Args:
             wire: [numel_at(gradient scope)] in the wire dtype, or empty unless `casts_second_hop`.
+            first_hops: First hops that communication threads have not ended.
         """
+        groups, prologue = self.bucket.groups, Prologue(first_hops, self._prepare_second_hop(wire))
+        if groups.outer_grad_comm is not None:
+            yield partial(self._reduce_scatter_outer, groups.outer_grad_comm, wire, prologue)
+        elif groups.replica_comm is None:
+            prologue.run()
+        if groups.replica_comm is not None:
+            yield partial(self._all_reduce, groups.replica_comm, prologue if groups.outer_grad_comm is None else None)
+
+    def _prepare_second_hop(self, wire: torch.Tensor) -> Callable[[], None]:
+        """Make the gradient a sum of all parameters; return the local work that does it, behind the first hops."""
         if self.state is not AccumulatorState.PARTIAL:
             self._start_accumulating()  # other ranks have a sum; this rank adds zeros
-        self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
+        missing, scopes = self.flags.positions_without(GradFlag.ACCUMULATED), self.bucket.groups.scopes
         self.flags.apply("accumulate")
-        scopes = self.bucket.groups.scopes
-        if scopes.codecs.second_hop is not None:
-            self._zero_padding(self.accumulator, scopes.grads)
-        comm = self.bucket.groups.outer_grad_comm
-        if comm is None:
-            return None
-        accumulate = self.flags.any(GradFlag.HAS_PRIOR_MEAN)
-        if accumulate:
+
+        def prepare() -> None:
+            self._zero(self.accumulator, missing)
+            if scopes.codecs.second_hop is not None:
+                self._zero_padding(self.accumulator, scopes.grads)
+            if self.casts_second_hop:
+                wire.copy_(self.accumulator)
+
+        return prepare
+
+    def _reduce_scatter_outer(self, comm: AnyCommunicator, wire: torch.Tensor, prologue: Prologue) -> Work:
+        """Reduce-scatter the accumulator over the axes that the optimizer scope has beyond the gradient scope."""
+        if accumulate := self.flags.any(GradFlag.HAS_PRIOR_MEAN):
             self._zero(self.result, self.flags.positions_without(GradFlag.HAS_PRIOR_MEAN))
-        full = wire.copy_(self.accumulator) if self.casts_second_hop else self.accumulator
+        full = wire if self.casts_second_hop else self.accumulator
         comm = comm.for_bytes(full.numel() * full.itemsize)
         residual = self.feedback.residual("second_hop_reduce_scatter", comm)
-        return comm.reduce_scatter(self.result, full, accumulate, self.name, residual)
+        return comm.reduce_scatter(self.result, full, accumulate, self.name, residual, prologue)
 
-    def all_reduce(self) -> Work | None:
+    def _all_reduce(self, comm: AnyCommunicator, prologue: Prologue | None) -> Work:
         """All-reduce the result over the replicas."""
-        comm = self.bucket.groups.replica_comm
-        if comm is None:
-            return None
         comm = comm.for_bytes(self.result.numel() * self.wire_dtype.itemsize)
         residual = self.feedback.residual("second_hop_all_reduce", comm)
-        return comm.all_reduce(self.result, self.wire_dtype, self.name, residual)
+        return comm.all_reduce(self.result, self.wire_dtype, self.name, residual, prologue)
 
     def finish(self) -> None:
         """Divide the sum by the number of ranks, once."""

@@ -23,7 +23,7 @@ import torch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.engine.boundary import AccumulationBoundary
-from mics_strategy.engine.first_hops import FirstHop, FirstHopOrder
+from mics_strategy.engine.first_hops import FirstHopOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import StagingPool
@@ -86,7 +86,7 @@ class Reducer:
     is_dirty: bool = False
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _order: FirstHopOrder = field(default_factory=FirstHopOrder)
-    _first_hops: deque[FirstHop] = field(default_factory=deque)
+    _first_hops: deque[tuple[Unit, list[OpChain]]] = field(default_factory=deque)  # in flight
     _collecting: GradBucket | None = None  # that has received the last gradients
     _second_hops: SecondHops = field(init=False)
 
@@ -133,9 +133,6 @@ class Reducer:
         grad, parameter.raw_grad = parameter.raw_grad, None
         if grad is None:
             return False
-        if self._first_hops and self._first_hops[0].may_start_second_hop:
-            for due in self._finish_first_hops(1):
-                self._second_hops.start(due)
         if gradient is not self._collecting:
             self._copy_collected()
             if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
@@ -227,8 +224,7 @@ class Reducer:
             # second hop that waits for its turn behind one of them would start while the new first hop is in flight.
             # Its first one in a backward waits for its own of an earlier backward.
             is_another = self._order.start(unit)
-            for due in self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit)):
-                self._second_hops.start(due)
+            self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit))
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
@@ -240,45 +236,35 @@ class Reducer:
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch(gradient.first_hop()))
-            starts_second_hop = self.boundary.is_last and self.overlap_second_hop
-            # On CUDA the second hop waits for first hops on its own stream, not for what the computation does next.
-            # On the CPU it starts when the first one has ended: it begins with work of the host.
-            starts_now = starts_second_hop and (not chains or chains[-1].is_on_stream)
             if chains:
-                self._first_hops.append(FirstHop(unit, chains, starts_second_hop and not starts_now))
-            for due in self._take_turns(unit) if starts_now else ():
-                self._second_hops.start(due, self.streams.reduce_scatter.device_streams if chains else ())
+                self._first_hops.append((unit, chains))
+            if self.boundary.is_last and self.overlap_second_hop:
+                # A second hop waits for first hops on its own stream or thread, not for what the host does next. First
+                # hops of one stream end in order, so that the last one stands for those of other units.
+                for gradient in self.gradients[unit.index]:
+                    self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
+                    for due in self._second_hops.take_turns(gradient):
+                        self._second_hops.start(due, chains[-1:])
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
-            for due in self._finish_first_hops(len(self._first_hops) - num_in_flight):
-                self._second_hops.start(due)
+            self._finish_first_hops(len(self._first_hops) - num_in_flight)
 
-    def _finish_first_hops(self, count: int) -> Iterator[GradBucket]:
-        """Wait for the `count` oldest first hops, on the current stream; yield what gets a second hop."""
+    def _finish_first_hops(self, count: int) -> None:
+        """Wait for the `count` oldest first hops, on the current stream."""
         for _ in range(count):
-            hop = self._first_hops.popleft()
-            for chain in hop.chains:
+            for chain in self._first_hops.popleft()[1]:
                 chain.wait()
-            if hop.starts_second_hop:
-                yield from self._take_turns(hop.unit)
-
-    def _take_turns(self, unit: Unit) -> Iterator[GradBucket]:
-        """Yield the gradients whose second hops start now, as the first hop of a unit has ended."""
-        for gradient in self.gradients[unit.index]:
-            self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-            yield from self._second_hops.take_turns(gradient)
 
     def finish_first_hops(self) -> None:
-        """Wait for all first hops, and start the second hops that follow."""
-        for due in self._finish_first_hops(len(self._first_hops)):
-            self._second_hops.start(due)
+        """Wait for all first hops."""
+        self._finish_first_hops(len(self._first_hops))
 
     def _num_until(self, unit: Unit) -> int:
         """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
-        return max((number for number, hop in enumerate(self._first_hops, 1) if hop.unit is unit), default=0)
+        return max((number for number, (other, _) in enumerate(self._first_hops, 1) if other is unit), default=0)
 
     def _wait_for(self, unit: Unit) -> None:
         """Wait until the buffer of a unit's first hop is free. Its second hop starts later, in order."""
-        for chain in (chain for hop in self._first_hops if hop.unit is unit for chain in hop.chains):
+        for chain in (chain for other, chains in self._first_hops if other is unit for chain in chains):
             chain.wait()
 
     def finish(self) -> None:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-
-import torch
 
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState
@@ -60,7 +58,7 @@ class SecondHops:
         self._in_flight: dict[GradBucket, OpChain] = {}
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
         self._turns: list[GradBucket] = []  # still to come in this backward
-        self._ready: set[GradBucket] = set()  # reduced inside the nodes in this backward
+        self._ready: set[GradBucket] = set()  # whose first hops were started in this backward
         self._early: list[GradBucket] = []  # started since the last step, in that order
         self._dropped: set[tuple[GradBucket, int]] = set()  # parameters, by position, dropped after that
         self._num_backwards = 0  # in this step
@@ -78,19 +76,20 @@ class SecondHops:
         self._ready.clear()
 
     def take_turns(self, gradient: GradBucket) -> Iterator[GradBucket]:
-        """Yield the gradients whose second hops start now, as this one's first has ended."""
+        """Yield the gradients whose second hops start now, as this one's first has been started."""
         self._ready.add(gradient)
         while self._turns and self._turns[-1] in self._ready:
             due = self._turns.pop()
             self._early.append(due)
             yield due
 
-    def start(self, gradient: GradBucket, behind: tuple[torch.cuda.Stream, ...] = ()) -> None:
+    def start(self, gradient: GradBucket, first_hops: Sequence[OpChain] = ()) -> None:
         """Start a second hop, unless it is in flight.
 
         Args:
             gradient: Gradient, reduced inside the nodes.
-            behind: Stream of first hops that the current stream has not waited for. Then the hop waits for them alone.
+            first_hops: Chains that this rank has not waited for, the last ones of their stream. The hop waits for them
+                alone, where it runs.
         """
         if gradient in self._in_flight:
             return
@@ -98,11 +97,12 @@ class SecondHops:
         buffer = self._wires.acquire(partial(self.wait, gradient))
         wire_bytes = gradient.accumulator.numel() * gradient.wire_dtype.itemsize if gradient.casts_second_hop else 0
         wire = buffer[:wire_bytes].view(gradient.wire_dtype)
+        streams = {stream for chain in first_hops for stream in chain.streams}
         self._in_flight[gradient] = self._stream.launch(
-            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce],
+            gradient.second_hop(wire, [work for chain in first_hops for work in chain.queued]),
             gradient.finish,
-            behind=behind,
-            and_current=not behind or bool(wire.numel()),  # which has waited for the last use of the buffer
+            behind=streams,
+            and_current=not streams or bool(wire.numel()),  # which has waited for the last use of the buffer
         )
 
     def wait(self, gradient: GradBucket) -> None:

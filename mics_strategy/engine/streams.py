@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from mics_strategy.comm.work import Work
+from mics_strategy.comm.work import QueuedWork, Work
 from mics_strategy.scopes import Scopes
 
 Op = Callable[[], Work | None]
@@ -33,8 +33,8 @@ Op = Callable[[], Work | None]
 # 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
 #    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
 #    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
-# 3. `has_completed` is False on CUDA: a rank that acted on what has completed would launch in another order than its
-#    peers, and NCCL would wait for ever.
+# 3. Nothing asks what has completed: a rank that acted on it would launch in another order than its peers, and NCCL
+#    would wait for ever.
 # 4. With codecs, the part of a chain before its first collective runs on the encoding stream, which waits for the
 #    streams of 1. alone. The rest waits for it, and for what is on the side stream already.
 
@@ -46,6 +46,8 @@ class OpChain:
         finish: Local work after the last op; None for none.
 
     Attributes:
+        streams: The stream of CUDA on which it runs.
+        queued: What communication threads run of it.
         users: Streams that have waited for the event.
         is_done: Whether a caller has waited.
     """
@@ -54,7 +56,8 @@ class OpChain:
         self._works: list[Work] = []
         self._finish = finish
         self._done: torch.cuda.Event | None = None
-        self._device: torch.device | None = None
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.queued: list[QueuedWork] = []
         self.users: set[torch.cuda.Stream] = set()
         self._keepalive: list[torch.Tensor] = []  # tensors that the device may still read after the host has gone on
         self.is_done = False
@@ -64,30 +67,18 @@ class OpChain:
         if work is None:
             return
         self._keepalive += work.keepalive
-        if work.is_on_thread:
+        if work.queued is not None:
             self._works.append(work)
+            self.queued.append(work.queued)
         else:
             work.wait()
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Finish on `stream`, the current one; record the event for other streams."""
         self._complete()
-        self._device = stream.device
+        self.streams = (stream,)
         self._done = torch.cuda.Event()
         self._done.record(stream)
-
-    @property
-    def has_completed(self) -> bool:
-        """Whether `wait` would not block, as far as ranks may act on it.
-
-        Always False on CUDA: all ranks must launch in the same order, whatever has completed where.
-        """
-        return self._done is None and all(work.has_completed for work in self._works)
-
-    @property
-    def is_on_stream(self) -> bool:
-        """Whether other streams can wait for the chain, so that the host has nothing left to do for it."""
-        return self._done is not None
 
     def wait(self) -> None:
         """Make all results valid on the current stream of the device; on the CPU, now.
@@ -95,7 +86,7 @@ class OpChain:
         A second call does nothing, except on CUDA where another stream is current than before.
         """
         if self._done is not None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.streams[0].device)
             if stream not in self.users:
                 stream.wait_event(self._done)
                 self.users.add(stream)
@@ -130,11 +121,6 @@ class OpStream:
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=priority) if is_cuda else None
         self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
-
-    @property
-    def device_streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """The streams of CUDA on which chains run: one, and none on the CPU."""
-        return () if self._stream is None else (self._stream,)
 
     def launch(
         self,

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import OpId
 from mics_strategy.comm.queue import (
     CollectiveQueue,
@@ -26,7 +27,7 @@ from mics_strategy.comm.queue import (
     ThreadQueue,
 )
 from mics_strategy.comm.traffic import TrafficLog
-from mics_strategy.comm.work import BackendWork, Work
+from mics_strategy.comm.work import Prologue, QueuedWork, Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.comm.networks import Network
@@ -73,7 +74,7 @@ def task_of(function: Callable[[], object]) -> CommTask:
     return task
 
 
-def run(thread: CommThread, function: Callable[[], object]) -> BackendWork:
+def run(thread: CommThread, function: Callable[[], object]) -> QueuedWork:
     steps = TaskSteps(task_of(function), None, Workspace())
     return thread.submit(OpRequest("Task", "1 number", 0), "Task", frozenset([0]), steps)
 
@@ -121,7 +122,9 @@ class TwoSteps:
         self._go_on = threading.Event()
         run(comm_thread, self._go_on.wait)
 
-    def submit(self, name: str, tensor: torch.Tensor | None, *, fails_in: str = "") -> BackendWork:
+    def submit(
+        self, name: str, tensor: torch.Tensor | None, *, fails_in: str = "", prologue: Prologue | None = None
+    ) -> QueuedWork:
         def task() -> Iterator[None]:
             for step in ("start", "finish"):
                 self.events.append(f"{step} {name}")
@@ -129,7 +132,7 @@ class TwoSteps:
                     raise ValueError(name)
                 yield
 
-        steps = TaskSteps(task, None if tensor is None else [tensor], self.workspace)
+        steps = TaskSteps(task, None if tensor is None else [tensor], self.workspace, prologue)
         return self._thread.submit(OpRequest(name, "1 number", 0), name, frozenset([0]), steps)
 
     def go_on(self) -> None:
@@ -167,6 +170,65 @@ def test_a_task_waits_for_the_one_before_where_both_need_the_same(
             tasks.submit(name, tensor)
         tasks.go_on()
     assert tasks.events == ["start a", "finish a", "start b", "finish b"]
+
+
+def test_a_task_runs_behind_one_of_another_thread_while_those_before_it_go_on() -> None:
+    memory = torch.zeros(2)
+    with opened("first") as first, opened("second") as second:
+        before, tasks = TwoSteps(first), TwoSteps(second)
+        tasks.events = before.events
+        other = before.submit("first", None)
+        tasks.submit("a", memory[:1])
+        tasks.submit("b", memory[1:], prologue=Prologue([other], lambda: before.events.append("prepare b")))
+        tasks.go_on()
+        while "finish a" not in before.events:  # not held up by what b waits for
+            time.sleep(0.001)
+        before.go_on()
+    first_events, second_events = ["start first", "finish first"], ["prepare b", "start b", "finish b"]
+    assert before.events == ["start a", "finish a", *first_events, *second_events]
+
+
+def test_a_task_whose_prologue_has_ended_starts_ahead() -> None:
+    memory = torch.zeros(2)
+    with opened() as comm_thread:
+        tasks = TwoSteps(comm_thread)
+        tasks.submit("a", memory[:1])
+        tasks.submit("b", memory[1:], prologue=Prologue([], lambda: tasks.events.append("prepare b")))
+        tasks.go_on()
+    assert tasks.events == ["start a", "prepare b", "start b", "finish a", "finish b"]
+
+
+def test_a_task_fails_with_the_one_of_another_thread_that_it_follows() -> None:
+    with opened("first") as first, opened("second") as second:
+        before, tasks = TwoSteps(first), TwoSteps(second)
+        other = before.submit("first", None, fails_in="finish")
+        work = tasks.submit("a", None, prologue=Prologue([other], lambda: None))
+        tasks.go_on()
+        before.go_on()
+        with pytest.raises(ValueError, match="first"):
+            work.wait()
+    assert tasks.events == []
+
+
+def test_who_waits_for_a_task_says_which_one_it_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits long compares what really runs with its peers."""
+    asked: list[str] = []
+    monkeypatch.setattr(watched_work, "STALL_CHECK_S", 0.01)
+    with opened("first") as first, opened("second") as second:
+        before, tasks = TwoSteps(first), TwoSteps(second)
+        tasks.go_on()
+        run(second, lambda: None).wait()
+        other = before.submit("first", None)
+        work = tasks.submit("a", None, prologue=Prologue([other], lambda: None))
+
+        def check(_: NullWatchdog, op: OpId) -> None:
+            asked.append(f"{op.queue}: {op.label}")
+            before.go_on()
+
+        monkeypatch.setattr(NullWatchdog, "check", check)
+        work.wait()
+    assert asked[0] in ("first: first", "first: Task")  # "Task" keeps the thread from beginning
+    assert not [what for what in asked if what.startswith("second")]
 
 
 @pytest.mark.parametrize("fails_in", ["start", "finish"])
@@ -257,7 +319,7 @@ def test_a_failure_reaches_all_who_wait() -> None:
         go_on.wait()
         raise ValueError("for all")
 
-    def wait_for(work: BackendWork) -> None:
+    def wait_for(work: QueuedWork) -> None:
         try:
             work.wait()
         except ValueError as error:

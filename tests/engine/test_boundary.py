@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.engine.boundary import AccumulationBoundary
-from mics_strategy.engine.first_hops import FirstHop
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.schedule import RepeatedHops
@@ -239,12 +238,7 @@ def reuse_units_sharded(ctx: RankContext, config: ShardConfig, order: list[int],
     run = start([ctx.rank], config)
     assert run.sharded is not None
     run.model.checkpointed = dict.fromkeys(range(4), True)
-    choose = random.Random(ctx.rank)
-    with pytest.MonkeyPatch.context() as patch:  # the end of a first hop is noticed at other moments on every rank
-        patch.setattr(
-            FirstHop, "may_start_second_hop", property(lambda hop: choose.random() < 0.5 and bool(hop.chains))
-        )
-        parameters = reuse_units(run, order, declared)
+    parameters = reuse_units(run, order, declared)
     rows = run.sharded.traffic()
     assert [(row.count, row.sent_bytes) for row in rows] == [(row.planned_count, row.planned_bytes) for row in rows]
     return parameters

@@ -6,14 +6,12 @@ Shown by the order of events, never by time.
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import cast
-from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.first_hops import FirstHop
 from tests import models
 from tests.engine.events import recorded
 from tests.engine.test_activation_checkpointing import FORMS
@@ -137,21 +135,35 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
     assert events.count(f"start all_reduce {units[-1]}") == 1
 
 
-def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
-    """Events of a step in which first hops end before the next gradient arrives."""
-    has_ended = cast("property", FirstHop.may_start_second_hop).fget
+def ended_second_hops(ctx: RankContext, preset: str) -> list[int]:
+    """Second hops that have ended while the host stood still in the backward, between two layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    sharded = shard(model, ShardConfig.preset(preset, topology=NODES), units=[nn.Linear])
+    second_hops, num_ended = sharded._engine.reducer._second_hops, []
 
-    def has_ended_after_a_wait(hop: FirstHop) -> bool:
-        while hop.starts_second_hop and not has_ended(hop):
+    def wait(_: torch.Tensor) -> None:
+        until = time.monotonic() + 20
+        chains = [*second_hops._in_flight.values()]
+        while not all(work.is_completed() for chain in chains for work in chain.queued) and time.monotonic() < until:
             time.sleep(0.001)
-        return bool(has_ended(hop))
+        num_ended.append(sum(all(work.is_completed() for work in chain.queued) for chain in chains))
 
-    with mock.patch.object(FirstHop, "may_start_second_hop", property(has_ended_after_a_wait)):
-        return events_of_a_step(ctx, "all", micro_steps=2)
+    hidden = torch.ones(2, 4)
+    with sharded.micro_step(0, of=1):
+        for layer in model:
+            hidden = layer(hidden)
+            hidden.register_hook(wait)
+        hidden.sum().backward()
+    return num_ended
 
 
-def test_a_second_hop_starts_when_the_first_has_ended_and_waits_for_no_other_unit(ranks: RankPool) -> None:
-    units, events = ranks(4, events_where_first_hops_are_fast)[0]
+@pytest.mark.parametrize("preset", ["mics", "paro-nig"])
+def test_a_second_hop_follows_its_first_without_the_host(ranks: RankPool, preset: str) -> None:
+    assert ranks(4, ended_second_hops, preset, ranks_per_node=2) == [[0, 1, 2, 3]] * 4
+
+
+def test_a_second_hop_is_queued_with_its_first_and_waits_for_no_other_unit(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "all", micro_steps=2)
     last = events[len(events) - events[::-1].index(f"start reduce_scatter {units[-1]}") - 1 :]
     for unit, below in pairwise(units[::-1]):
         assert before(last, f"start all_reduce {unit}", f"start reduce_scatter {below}"), unit

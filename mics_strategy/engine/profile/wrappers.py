@@ -78,7 +78,7 @@ class RecordedWork(Work):
     __slots__ = ("_key", "_on_end", "_recorder", "_work")
 
     def __init__(self, work: Work, recorder: Recorder, key: PartKey, on_end: Callable[[], None] | None = None) -> None:
-        super().__init__(work.label, [], is_on_thread=work.is_on_thread)
+        super().__init__(work.label, [], queued=work.queued)
         self.keepalive = work.keepalive
         self._work = work
         self._recorder = recorder
@@ -257,9 +257,9 @@ class _QueueRecording:
         self._name = self._label = self._axis = ""
         self._sent_bytes = 0
 
-    def next_op(self, method: Method, kind: str, label: str, numel: int, dtype: torch.dtype) -> OpRequest:
+    def next_op(self, method: Method, kind: str, label: str, *payload: Any) -> OpRequest:
         self._name, self._label = _QUEUED_COLLECTIVES.get(kind, kind), label
-        op: OpRequest = method(kind, label, numel, dtype)
+        op: OpRequest = method(kind, label, *payload)
         return op
 
     def log(self, method: Method, *payload: Any) -> list[CollectiveTraffic]:
