@@ -41,7 +41,7 @@ from mics_strategy.planner.memory import (
 from mics_strategy.planner.model_sources import recipe_model, transformers_config
 from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.quantities import Quantity, parse_quantity
-from mics_strategy.planner.recompute import parse_recompute, recompute_phrase
+from mics_strategy.planner.recompute import check_recompute, parse_recompute, recompute_phrase
 from mics_strategy.planner.space import overheads_of
 from mics_strategy.recipe_names import recipe_names
 from mics_strategy.scopes import Scopes, resolve_scopes
@@ -272,6 +272,7 @@ def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | Non
         raise ConfigError(f"`--units` names classes, but {options.model} of the catalog is not a module. Remove it.")
     activation_dtype = config.param_dtype_of(torch.float32)
     model = describe_model(options.model, options.seq_len or _DEFAULT_TOKENS, activation_dtype.itemsize)
+    check_recompute(model, options.recompute)
     batch = MicroBatch(samples=options.micro_batch or 1, recomputes=options.recompute)
     activations = None if options.micro_batch is None else sum(activation_bytes(model.units, batch).values())
     config = _chosen(config, options, model, memory_bytes, activations)
@@ -305,7 +306,9 @@ def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None
         traced = replace(traced, units=units)
         copied = copy.deepcopy(model).to(config.param_dtype_of(torch.float32)).train()
         batch = MicroBatch(samples=options.micro_batch, recomputes=options.recompute)
-        rows = activation_bytes(trace_model(copied, traced).units, batch)
+        described = trace_model(copied, traced)
+        check_recompute(described, options.recompute)
+        rows = activation_bytes(described.units, batch)
         activations = sum(rows.values())
     config = _chosen(config, options, description_of(find_units(model, units)), memory_bytes, activations)
     estimate = estimate_memory(

@@ -43,10 +43,12 @@ class FusedAttention:
     Attributes:
         saved_bytes: Bytes that it keeps for the backward: query, key, value, output and sums of rows.
         inputs_flop: FLOP of the matrix products.
+        speed: Share of its best speed at which it runs with this length and head size; see `attention_speed`.
     """
 
     saved_bytes: int = 0
     inputs_flop: float = 0.0
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,7 @@ class UnitModel:
         forward_flop: FLOP of matrix products that the forward of one sample executes. A fused kernel computes half of
             the scores of causal attention.
         attention_flop: FLOP of fused attention among `forward_flop`.
-        attention_share: Share of its best speed at which attention runs with this length and head size; see
-            `attention_speed`.
-        attention: Bytes and FLOP that recomputing attention alone frees and costs.
+        attention: Its speed, and what recomputing attention alone frees and costs.
         tail_flop: FLOP of the last matrix product among `forward_flop`, which recomputation leaves out: nothing behind
             it is kept.
         width: Elements of a token in its matrix products, 0 where that is not known.
@@ -89,7 +89,6 @@ class UnitModel:
     is_layer: bool = True
     has_backward: bool = True
     attention_flop: float = 0.0
-    attention_share: float = 1.0
     attention: FusedAttention = FusedAttention()
     tail_flop: float = 0.0
     width: int = 0

@@ -170,7 +170,6 @@ def _unit(
         parameters=parameters,
         forward_flop=cost.forward_flop,
         attention_flop=cost.attention_flop,
-        attention_share=cost.attention_share,
         attention=cost.attention,
         tail_flop=cost.tail_flop,
         width=cost.width,
@@ -308,7 +307,6 @@ class _Cost:
 
     forward_flop: float = 0.0
     attention_flop: float = 0.0
-    attention_share: float = 1.0
     attention: FusedAttention = field(default_factory=FusedAttention)
     tail_flop: float = 0.0
     width: int = 0
@@ -346,8 +344,7 @@ def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
     return _Cost(
         forward_flop=s * (2.0 * shape.layer_weights + scores),
         attention_flop=float(s * scores),
-        attention_share=attention_speed(s, h // shape.num_heads),
-        attention=FusedAttention(s * attention, 2.0 * s * h * (h + 2 * k)),
+        attention=FusedAttention(s * attention, 2.0 * s * h * (h + 2 * k), attention_speed(s, h // shape.num_heads)),
         tail_flop=2.0 * s * h * f,
         width=h,
         saved_bytes=s * saved,

@@ -3,8 +3,8 @@
 The real module runs on tensors without memory. Operations are counted as torch's own counters do, and what autograd
 saves is added up by the unit whose forward saved it, each memory once.
 
-Two batches are traced, and one sample is their difference. So what does not grow with the batch counts nothing:
-rotary tables, statistics of BatchNorm, gradients of parameters. Everything else grows linearly with it.
+Two batches are traced, and one sample is their difference. So what does not grow with the batch counts nothing: rotary
+tables, statistics of BatchNorm, gradients of parameters.
 
 Attention by `torch.nn.functional.scaled_dot_product_attention` counts as a fused kernel, whatever its mask: it saves
 its inputs, its output and the logarithm of each row's sum. With `is_causal`, half of its scores are computed. Dropout
@@ -47,8 +47,8 @@ class TraceInput:
 
     Attributes:
         name: Name of the description.
-        example: Keyword arguments of the forward for one sample: tensors [1, ...] on any device, of which those that
-            require a gradient get one, and other values.
+        example: Keyword arguments of the forward for one sample: tensors [1, ...], of which those that require a
+            gradient get one, and other values.
         tokens_per_sample: Tokens of a sequence; 1 for an image.
         units: Modules that form units, as for `shard`.
         loss: Loss of the forward's output; by default, that of `token_loss`.
@@ -104,7 +104,6 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
         )
     specs = find_units(model, traced.units)
     small, large = (_trace(model, specs, traced, num_samples) for num_samples in _BATCHES)
-    with_backward = {index for index, cost in enumerate(small) if cost.num_in_graph}
     costs = [after.minus(before) for before, after in zip(small, large, strict=True)]
     names, layers = _kinds(specs, costs), _layers(specs)
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
@@ -118,15 +117,18 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             ),
             forward_flop=float(cost.flop),
             attention_flop=float(cost.attention_flop),
-            attention=FusedAttention(cost.attention_bytes, float(cost.attention_inputs_flop)),
-            attention_share=cost.attention_flop / cost.attention_cost if cost.attention_cost else 1.0,
+            attention=FusedAttention(
+                cost.attention_bytes,
+                float(cost.attention_inputs_flop),
+                (cost.attention_flop or 1) / (cost.attention_cost or 1),
+            ),
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
             working_bytes=max(0, cost.working_bytes),
             freed_bytes=cost.freed_bytes,
             depth=spec.depth,
             is_layer=index in layers,
-            has_backward=index in with_backward,
+            has_backward=small[index].num_in_graph > 0,
         )
         for index, (spec, cost, kind) in enumerate(zip(specs, costs, names, strict=True))
     )
@@ -217,8 +219,7 @@ def _batched(value: Any, num_samples: int) -> Any:
             f"An example tensor has the shape {list(value.shape)}. Pass one sample, [1, ...]: the first dimension is "
             "that of the batch."
         )
-    shape = (num_samples, *value.shape[1:])
-    return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+    return value.new_empty((num_samples, *value.shape[1:]), device="meta", requires_grad=value.requires_grad)
 
 
 def _storages(model: nn.Module) -> set[int]:
@@ -326,11 +327,8 @@ class _Recorder(TorchDispatchMode):
 
         It belongs to the unit that made it, and so does the loss.
         """
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        tensors += (
-            [t for t in vars(output).values() if isinstance(t, torch.Tensor)] if hasattr(output, "logits") else []
-        )
-        for tensor in tensors:
+        fields = vars(output).values() if hasattr(output, "logits") else ()
+        for tensor in (t for t in (*tree_leaves(output), *fields) if isinstance(t, torch.Tensor)):
             unit = self._makers.get(tensor.untyped_storage(), _OUTSIDE)
             self.costs[unit].saved_bytes += self._memory.save(tensor)
             self._running[_OUTSIDE] = unit
@@ -414,9 +412,8 @@ class _FusedKernels(TorchFunctionMode):
     ) -> torch.Tensor:
         """Attention [..., heads, length, head size] whose scores are never stored."""
         is_causal = is_causal or (len(masks) > 2 and bool(masks[2]))  # after the mask and the dropout
-        scores = query.shape[:-1].numel() * key.shape[-2]
-        flop = 2 * scores * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
         rows, width = query.shape[:-1].numel(), query.shape[-1] + value.shape[-1]
+        flop = 2 * rows * key.shape[-2] * width / (2 if is_causal else 1)
         num_bytes = query.itemsize * (rows * width + key.numel() + value.numel()) + 4 * rows
         self._recorder.count_attention(flop, attention_speed(key.shape[-2], query.shape[-1]), num_bytes)
         out: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]

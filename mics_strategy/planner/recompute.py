@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.model import UnitModel
+from mics_strategy.planner.model import ModelDescription, UnitModel
 
 Recompute = bool | float | str
 """All layers or none, a share of them between 0 and 1, or `ATTENTION`."""
@@ -52,27 +52,27 @@ def recompute_phrase(recompute: Recompute) -> str:
 
 
 def recomputed_units(units: Iterable[UnitModel], recompute: Recompute) -> list[bool]:
-    """Whether something of each unit is recomputed. A share is spread evenly over the layers.
+    """Whether something of each unit is recomputed. A share is spread evenly over the layers."""
+    share, layer, found = 1.0 if isinstance(recompute, str) else float(recompute), 0, []
+    for unit in units:
+        layer += unit.is_layer
+        found.append(unit.is_layer and unit.has_backward and _floor(layer * share) > _floor((layer - 1) * share))
+    return found
+
+
+def check_recompute(model: ModelDescription, recompute: Recompute) -> None:
+    """Raise where nothing of a model would be recomputed.
 
     Raises:
         ConfigError: The share is less than a layer, or no layer has fused attention.
     """
-    share, layer, found = 1.0 if isinstance(recompute, str) else float(recompute), 0, []
-    has_attention = False
-    for unit in units:
-        layer += unit.is_layer
-        has_attention |= unit.attention.saved_bytes > 0
-        found.append(unit.is_layer and unit.has_backward and _floor(layer * share) > _floor((layer - 1) * share))
-    if share and layer and not _floor(layer * share):
+    layers = sum(unit.is_layer for unit in model.units)
+    if isinstance(recompute, float) and layers and not _floor(layers * recompute):
         raise ConfigError(
-            f"`recompute={share:.3g}` is less than one of the {layer} layers. Use 1/{layer} or more, or do without."
+            f"`recompute={recompute:.3g}` is less than one of the {layers} layers. Use 1/{layers} or more."
         )
-    if recompute == ATTENTION and not has_attention:
-        raise ConfigError(
-            "`recompute='attention'` recomputes fused attention, and no layer has any. Use True, False, or a share of "
-            "the layers such as 1/2."
-        )
-    return found
+    if recompute == ATTENTION and not any(unit.attention.saved_bytes for unit in model.units):
+        raise ConfigError(f"`recompute='attention'`: {model.name} has no fused attention. Use a share of layers.")
 
 
 def _floor(value: float) -> int:

@@ -169,7 +169,7 @@ def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float,
 
 
 def _attention_seconds(unit: UnitModel, samples: int, device: Device) -> float:
-    flop_per_s = device.sustained_flop_per_s * device.attention_share * unit.attention_share
+    flop_per_s = device.sustained_flop_per_s * device.attention_share * unit.attention.speed
     return unit.attention_flop * samples / flop_per_s
 
 

@@ -13,7 +13,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.measured import MeasuredCompute
 from mics_strategy.planner.memory import StateFormat
 from mics_strategy.planner.model import ModelDescription
-from mics_strategy.planner.recompute import ATTENTION, Recompute
+from mics_strategy.planner.recompute import ATTENTION, Recompute, check_recompute
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,10 +62,7 @@ class Workload:
                 f"`recompute={self.recompute!r}` is not known. Use True, False, 'auto', 'attention' or a share of the "
                 "layers between 0 and 1."
             )
-        if self.recompute == ATTENTION and not any(unit.attention.saved_bytes for unit in self.model.units):
-            raise ConfigError(
-                f"`recompute='attention'`: {self.model.name} has no fused attention. Use a share of layers."
-            )
+        check_recompute(self.model, self.recompute)
 
     @property
     def master(self) -> torch.dtype:

@@ -35,7 +35,7 @@ def device(attention_share: float) -> Device:
 def test_attention_takes_its_own_speed_and_five_products_in_the_backward() -> None:
     unit = layer(4096)
     fast, slow = (compute_times(unit, 1, device(share)) for share in (1.0, 0.5))
-    attention_s = unit.attention_flop / (5e10 * unit.attention_share)
+    attention_s = unit.attention_flop / (5e10 * unit.attention.speed)
     assert unit.attention_flop == 4096 * 4 * 4096 * 1024 / 2
     assert slow[0] - fast[0] == pytest.approx(attention_s)
     assert slow[1] - fast[1] == pytest.approx(2.5 * attention_s)
@@ -61,7 +61,7 @@ def test_attention_alone_is_recomputed_with_the_products_in_front_of_it() -> Non
     unit = layer(4096)
     device_ = dataclasses.replace(device(0.5), memory_bytes_per_s=1e9)
     products_s = 2 * 4096 * 1024 * 3 * 1024 / 5e10 * (1024 + 80) / 1024
-    attention_s = unit.attention_flop / (5e10 * 0.5 * unit.attention_share)
+    attention_s = unit.attention_flop / (5e10 * 0.5 * unit.attention.speed)
     passes_s = 2 * 4096 * (4 * 1024 * 2 + 8 * 4) / device_.sustained_bytes_per_s
     assert recompute_seconds(unit, 3, device_, ATTENTION) == pytest.approx(3 * (products_s + attention_s + passes_s))
 
@@ -78,7 +78,7 @@ def test_a_share_of_the_layers_is_spread_over_them(share: float, found: str) -> 
 def test_products_of_small_widths_are_slower() -> None:
     def flop_per_s(hidden: int) -> float:
         unit = dataclasses.replace(layer(64, hidden_size=hidden, intermediate_size=4 * hidden), saved_bytes=0)
-        return unit.forward_flop / compute_times(unit, 1, device(unit.attention_share))[0]
+        return unit.forward_flop / compute_times(unit, 1, device(unit.attention.speed))[0]
 
     assert flop_per_s(256) < flop_per_s(1024) < flop_per_s(4096) < 5e10
 

@@ -85,7 +85,6 @@ def check_agreement(formula: ModelDescription, trace: ModelDescription) -> None:
         for name in (
             "forward_flop",
             "attention_flop",
-            "attention_share",
             "saved_bytes",
             "input_bytes",
             "working_bytes",
