@@ -103,24 +103,10 @@ class UsedParamMap:
             self._totals = self._counts.tolist()
         return self._totals
 
-    @property
-    def is_read_at_once(self) -> bool:
-        """Whether the host reads the totals in any case, as on a CPU."""
-        return not self._counts.is_cuda
-
-    @property
-    def has_different_hops(self) -> bool:
-        """Whether ranks have started different second hops. On a GPU the next step finds out."""
-        return self.is_read_at_once and self._all_totals()[-2] != 0
-
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
-        """Whether another rank has a sum that is not reduced yet.
-
-        Where gradients are sharded, a GPU takes ranks to be equal.
-        """
+        """Whether another rank has a sum that is not reduced yet; never where gradients are sharded."""
         is_sharded = gradient.bucket.groups.grad_comm is not None
-        is_read = self.is_read_at_once or not is_sharded
-        return is_read and any(count >= _DUE for count in self._by_position(gradient))
+        return not is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
     def positions(self, gradient: GradBucket) -> list[int]:
         """Positions of the parameters of the bucket that any rank has used."""
@@ -133,7 +119,7 @@ class DesyncCheck:
     """Check that all ranks submit the same collectives and that replicas are equal.
 
     Args:
-        counts: Totals of `UsedParamMap`; the last one is 0 while ranks agree, and on a GPU the one before.
+        counts: Totals of `UsedParamMap`; the last two are 0 while ranks agree.
         groups: Process groups.
         replicas: Check of replicas, whose number is part of that last total.
 
@@ -163,12 +149,12 @@ class DesyncCheck:
             self._copied.synchronize()
         windows, hops, others = self._on_host.tolist()
         self.agreed_units = self._units if windows == 0 else None
-        if hops != 0 and self._digests.is_cuda:  # a CPU has made up for it
+        if hops != 0:
             raise LifecycleError(
-                "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their "
-                "gradients are mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare "
-                "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks "
-                "must train the same units in a step."
+                "Ranks ran different numbers of backwards, or other units, before an optimizer step, or some of them "
+                "cleared gradients, which are mixed up now. Go back to the last checkpoint. Where windows differ "
+                "between ranks, declare the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out "
+                "of `overlap`; all ranks must train the same units in a step. Clear gradients on all ranks or on none."
             )
         if others == 0:
             return

@@ -92,9 +92,7 @@ class Reducer:
 
     def __post_init__(self) -> None:
         in_order = {index: self.gradients[index] for index in second_hop_order(self.gradients)}
-        self._second_hops = SecondHops(
-            self.streams.second_hop, self.buffers.second_hop, in_order, may_start_early=self.overlap_second_hop
-        )
+        self._second_hops = SecondHops(self.streams.second_hop, self.buffers.second_hop, in_order)
 
     @property
     def holds_gradients(self) -> bool:
@@ -277,7 +275,7 @@ class Reducer:
         units = self._order.take_started()
         progress = RankProgress(
             due=hops.due,
-            hop_digest=hops.digest(with_due=counts.is_cuda and self.groups.grad_comm is not None),
+            hop_digest=hops.digest(with_due=self.groups.grad_comm is not None),
             window_digest=zlib.crc32(f"{self.boundary.number} {units}".encode()),
         )
         usage = UsedParamMap(counts, gradients, self.groups, progress, difference)

@@ -1,15 +1,14 @@
-"""The second hops of one optimizer step, also of nodes that differ.
+"""The second hops of one optimizer step.
 
 Within a node all ranks run the same backwards, or their first hops fail. Between nodes only the second hops connect
-ranks, and a node may have run another number of backwards, or other units. So
+ranks. So
 
 - early second hops, those inside of a backward, start in one order of all units, the same on all ranks. A gradient
   whose predecessors this backward has not reduced waits for the step.
-- the small all-reduce of a step says whether all ranks have started the same ones. Where they have not, ranks exchange
-  what each has started and still holds, and start what they are behind, with zeros if they have nothing.
+- the small all-reduce of a step says whether all ranks have started the same ones (see `rank_agreement`). A node that
+  has run another number of backwards, or other units, makes that an error.
 
-Sums are linear, so a second hop too many changes no number. On a GPU, where the host does not wait for the small
-all-reduce, ranks that differ are an error instead, one step later.
+Sums are linear, so a second hop too many changes no number.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from mics_strategy.engine.memory import StagingPool
 from mics_strategy.engine.rank_agreement import UsedParamMap
 from mics_strategy.engine.schedule import RepeatedHop, RepeatedHops
 from mics_strategy.engine.streams import OpChain, OpStream
-from mics_strategy.errors import LifecycleError
 
 
 class SecondHops:
@@ -35,7 +33,6 @@ class SecondHops:
         stream: Side stream of second hops.
         wires: Pool of wire buffers.
         unit_gradients: Gradients of the trainable buckets, by unit index, in the order of second hops at the step.
-        may_start_early: Whether they may start inside of a backward.
     """
 
     def __init__(
@@ -43,12 +40,9 @@ class SecondHops:
         stream: OpStream,
         wires: StagingPool,
         unit_gradients: dict[int, list[GradBucket]],
-        *,
-        may_start_early: bool,
     ) -> None:
         self._stream = stream
         self._wires = wires
-        self._may_start_early = may_start_early
         self._places = {
             gradient: (unit, number)
             for unit, gradients in unit_gradients.items()
@@ -140,8 +134,8 @@ class SecondHops:
         """A number for the second hops since the last step, in their order.
 
         Args:
-            with_due: Also for those that this rank is about to start, which are the same on all ranks of a GPU job
-                whose gradients are sharded.
+            with_due: Also for those that this rank is about to start, which are the same on all ranks where gradients
+                are sharded.
         """
         due = self.due if with_due else set()
         hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
@@ -151,60 +145,18 @@ class SecondHops:
     def start_due(self, usage: UsedParamMap) -> None:
         """Start all second hops that are due on any rank.
 
-        Collective where ranks have started different ones.
-
         Args:
             usage: What the small all-reduce of the step says.
         """
         due = self.due
-        if self._may_start_early and usage.has_different_hops:
-            due = self._catch_up(due)
-        else:
-            known = due if usage.is_read_at_once else due.union(self._early)
-            due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
-        self._start_again(gradient for gradient in self._gradients if gradient in due)
+        known = due.union(self._early)
+        due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
+        for gradient in (gradient for gradient in self._gradients if gradient in due):
+            self.wait(gradient)
+            self.start(gradient)
         self._usage_reductions.append(self._num_backwards)
         self._early.clear()
         self._dropped.clear()
-
-    def _start_again(self, gradients: Iterable[GradBucket]) -> None:
-        for gradient in gradients:
-            self.wait(gradient)
-            self.start(gradient)
-
-    def _catch_up(self, due: set[GradBucket]) -> set[GradBucket]:
-        """Start the early second hops of other ranks.
-
-        Returns what is still due on any rank.
-
-        Args:
-            due: What is due on this rank.
-        """
-        numbers = {gradient: number for number, gradient in enumerate(self._gradients)}
-        early = [numbers[gradient] for gradient in self._early]
-        dropped = {(numbers[gradient], position) for gradient, position in self._dropped}
-        island = self._gradients[0].bucket.groups.island
-        by_rank = island.gather_objects((early, {numbers[gradient] for gradient in due}, dropped), "second hops")
-        longest = max((started for started, _, _ in by_rank), key=len)
-        for rank, (started, _, dropped_there) in zip(island.ranks, by_rank, strict=True):
-            if dropped_there != by_rank[0][2]:
-                gradient = self._gradients[min(dropped_there ^ by_rank[0][2])[0]]
-                raise LifecycleError(
-                    f"Gradients of {gradient.name} were set to None on rank {island.ranks[0]} and not on rank {rank}, "
-                    "or the other way round, after their sum over the nodes had begun. Clear gradients on all ranks or "
-                    "on none, declare the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of "
-                    "`overlap`."
-                )
-            if started != longest[: len(started)]:
-                raise LifecycleError(
-                    f"Rank {rank} has reduced gradients of other units between the nodes, or in another order, than "
-                    "its peers since the last optimizer step. Declare the last micro-step once in a step "
-                    "(`micro_step(index, of=...)`), let all ranks train the same units, or leave `second_hop` out of "
-                    "`overlap`."
-                )
-        self._start_again(self._gradients[number] for number in longest[len(early) :])
-        still_due = [held.difference(longest[len(started) :]) for started, held, _ in by_rank]
-        return {self._gradients[number] for number in set().union(*still_due)}
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns hops that others followed."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
 from mics_strategy.engine.rank_agreement import READ_AT_ONCE, DesyncCheck, RankProgress, ReplicaCheck, UsedParamMap
-from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain
 from tests.ranks import RankContext, RankPool
 
@@ -81,18 +80,13 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
 
 
 def errors_of_uneven_nodes(ctx: RankContext) -> str:
-    """The error of a rank whose node runs three backwards, the other two, where the step does not read the counts."""
+    """The error of a rank whose node runs three backwards, the other two, where totals are read a step later."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded = shard(model, ShardConfig.preset("mics", topology=Topology(ranks_per_node=2)), units=[nn.Linear])
     check = sharded._engine.reducer.desync_check
     check._digests = check._digests.as_subclass(OnGpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    digest = SecondHops.digest
-    with (
-        mock.patch.object(UsedParamMap, "is_read_at_once", False),
-        mock.patch.object(SecondHops, "digest", lambda hops, with_due: digest(hops, with_due=True)),
-        mock.patch.object(torch.cuda, "Event"),
-    ):
+    with mock.patch.object(torch.cuda, "Event"):
         for step in range(3):
             try:
                 for _ in range(3 if step == 2 and ctx.rank >= 2 else 2):
@@ -123,7 +117,6 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
     with (
         mock.patch.object(second_hop, "launch", final_at_once),
-        mock.patch.object(UsedParamMap, "is_read_at_once", False),
         mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
     ):
         for micro in range(2):
