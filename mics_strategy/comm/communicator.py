@@ -78,8 +78,7 @@ class Communicator:
             Sent: `traffic.all_gather_traffic`.
         """
         check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
-        op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
-        self._queue.log(traffic.all_gather_traffic, out.numel(), out.dtype)
+        op = self._queue.next_op("All-gather", label, traffic.all_gather_traffic, out.numel(), shard.dtype)
         task = partial(self._stages.all_gather, out, shard, op.tag)
         return self._queue.submit(op, task, (out, shard))
 
@@ -118,8 +117,8 @@ class Communicator:
             Sent: `traffic.reduce_scatter_traffic`. In several stages a narrow wire dtype rounds once per stage.
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
-        op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype, prologue)
-        self._queue.log(traffic.reduce_scatter_traffic, full.numel(), full.dtype)
+        payload = traffic.reduce_scatter_traffic, full.numel(), full.dtype
+        op = self._queue.next_op("Reduce-scatter", label, *payload, prologue=prologue)
         task = partial(self._stages.reduce_scatter, out, full, accumulate, op.tag, residual)
         return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
 
@@ -155,9 +154,9 @@ class Communicator:
             Sent: `traffic.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
             once when the sum is sent back.
         """
-        op = self._queue.next_op("All-reduce", label, tensor.numel(), wire, prologue)
-        self._queue.log(traffic.all_reduce_traffic, tensor.numel(), wire, tensor.dtype)
-        if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
+        numel, dtype = tensor.numel(), tensor.dtype
+        op = self._queue.next_op("All-reduce", label, traffic.all_reduce_traffic, numel, wire, dtype, prologue=prologue)
+        if routes.is_plain_all_reduce(self.route, wire, dtype):
             return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))
         task = partial(self._stages.all_reduce, tensor, wire, op.tag, residual)
         return self._queue.submit(op, task, (tensor, *([] if residual is None else [residual])))
@@ -234,8 +233,7 @@ class CoalescedCommunicator:
         for out, numel in zip(outs, parts.numels, strict=True):
             check_shapes(out.numel() == numel * self.size and out.dtype == shard.dtype, label, shard, out)
         full_numel = shard.numel() * self.size
-        op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
-        self._queue.log(traffic.all_gather_traffic, full_numel, shard.dtype)
+        op = self._queue.next_op("All-gather", label, traffic.all_gather_traffic, full_numel, shard.dtype)
         return self._queue.submit(op, partial(self._all_gather, outs, shard, parts))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
@@ -283,8 +281,7 @@ class CoalescedCommunicator:
         for full, numel in zip(fulls, parts.numels, strict=True):
             check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, label, out, full)
         full_numel = out.numel() * self.size
-        op = self._queue.next_op("Reduce-scatter", label, full_numel, parts.dtype)
-        self._queue.log(traffic.reduce_scatter_traffic, full_numel, parts.dtype)
+        op = self._queue.next_op("Reduce-scatter", label, traffic.reduce_scatter_traffic, full_numel, parts.dtype)
         return self._queue.submit(op, partial(self._reduce_scatter, out, fulls, parts, accumulate)).keep_alive(fulls)
 
     def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:

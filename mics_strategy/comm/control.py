@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 
 from mics_strategy.comm.desync import DesyncWatchdog
-from mics_strategy.comm.route import ALL_REDUCE
+from mics_strategy.comm.ranges import Ranges, RecordedCollective
+from mics_strategy.comm.route import ALL_REDUCE, ALL_TO_ALL
 from mics_strategy.comm.traffic import StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.watched_work import WatchedWork
@@ -27,10 +28,12 @@ class ControlGroup:
         transport: Transport of the group.
         traffic_log: Log that receives the collectives of a training step.
         watchdog: Finds out whether ranks have diverged.
+        ranges: Ranges of the model.
     """
 
-    def __init__(self, transport: Transport, traffic_log: TrafficLog, watchdog: DesyncWatchdog) -> None:
+    def __init__(self, transport: Transport, traffic_log: TrafficLog, watchdog: DesyncWatchdog, ranges: Ranges) -> None:
         self._watchdog = watchdog
+        self._ranges = ranges
         self.transport = transport
         self.size = transport.size
         self.index = transport.index
@@ -40,9 +43,10 @@ class ControlGroup:
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
-        stage = StageTraffic(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
-        self._traffic_log.record([with_sent_bytes(stage)])
-        return self._as_work(f"All-reduce of {label}", self.transport.start_all_reduce(tensor))
+        stage = with_sent_bytes(StageTraffic(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes))
+        self._traffic_log.record([stage])
+        recorded = self._record(ALL_REDUCE, label, stage.sent_bytes)
+        return self._as_work(f"All-reduce of {label}", self.transport.start_all_reduce(tensor), recorded)
 
     def all_to_all(
         self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], label: str
@@ -65,7 +69,9 @@ class ControlGroup:
         check_shapes(fits, label, out, full)
         self.transport.fingerprint.update(label)
         self._traffic_log.record_all_to_all(self.axis, self.size, full, full_numels[self.index])
-        return self._as_work(f"Exchange of {label}", self.transport.all_to_all(out, out_numels, full, full_numels))
+        recorded = self._record(ALL_TO_ALL, label, (full.numel() - full_numels[self.index]) * full.itemsize)
+        work = self.transport.all_to_all(out, out_numels, full, full_numels)
+        return self._as_work(f"Exchange of {label}", work, recorded)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Copy the tensor of one rank to all, in place.
@@ -76,7 +82,8 @@ class ControlGroup:
         """
         tensor = as_dense(tensor)
         dense = tensor.contiguous()
-        self._as_work(f"Broadcast of {label}", self.transport.broadcast(dense, source)).wait()
+        recorded = self._record("broadcast", label)
+        self._as_work(f"Broadcast of {label}", self.transport.broadcast(dense, source), recorded).wait()
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
 
@@ -98,14 +105,20 @@ class ControlGroup:
 
     def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a small tensor over the ranks, in place. For norms; not part of a plan."""
-        self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max)).wait()
+        recorded = self._record(ALL_REDUCE, "norm")
+        self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max), recorded).wait()
         return value
 
-    def _as_work(self, label: str, work: BackendWork) -> Work:
+    def _record(self, name: str, label: str, planned_bytes: int = 0) -> RecordedCollective | None:
+        recorder = self._ranges.recorder
+        return None if recorder is None else recorder.collective("control", name, label, self.axis, planned_bytes)
+
+    def _as_work(self, label: str, work: BackendWork, recorded: RecordedCollective | None) -> Work:
         if self.transport.blocks_host:
             ranks = frozenset(self.transport.fingerprint.ranks)
             work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", label, "", ranks))
-        return Work(f"{label} over {self.transport.description}", [work], on_failure=self._watchdog.explain)
+        name = f"{label} over {self.transport.description}"
+        return Work(name, [work], on_failure=self._watchdog.explain, recorded=recorded)
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:

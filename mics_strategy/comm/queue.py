@@ -25,7 +25,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import torch
@@ -34,6 +34,7 @@ from typing_extensions import override
 from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
+from mics_strategy.comm.ranges import Ranges, RecordedCollective, Recorder
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import CollectiveTraffic, StageTraffic, TrafficLog, with_sent_bytes
 from mics_strategy.comm.transport import Transport
@@ -227,17 +228,19 @@ class RouteBinding:
         transports: Transports of the stages, slowest links first; one where one stage is over all links.
         ranks: Ranks that take part in any stage.
         watchdog: Finds out whether ranks have diverged.
+        ranges: Ranges of the model.
     """
 
     route: Route
     transports: list[Transport]
     ranks: frozenset[int]
     watchdog: DesyncWatchdog
+    ranges: Ranges = field(default_factory=Ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """A collective as all its ranks know it, and what this rank does before it.
+    """A collective as all its ranks know it, and what this rank does before it and records of it.
 
     Ranks with the same tag have submitted the same collective.
     """
@@ -246,6 +249,7 @@ class OpRequest:
     size: str
     tag: int
     prologue: Prologue | None = None
+    recorded: RecordedCollective | None = None
 
 
 class TaskSteps:
@@ -256,9 +260,10 @@ class TaskSteps:
         tensors: Tensors that it reads and writes, each contiguous; None where that is not known.
         workspace: Scratch memory.
         prologue: What comes before it; None for nothing.
+        recorded: The collective while it is recorded; None if nothing records it.
     """
 
-    __slots__ = ("_has_ended", "_part", "_ranges", "_steps", "_task", "_workspace", "prologue")
+    __slots__ = ("_has_ended", "_part", "_ranges", "_recorded", "_steps", "_task", "_workspace", "prologue")
 
     def __init__(
         self,
@@ -266,9 +271,11 @@ class TaskSteps:
         tensors: Iterable[torch.Tensor] | None,
         workspace: Workspace,
         prologue: Prologue | None = None,
+        recorded: RecordedCollective | None = None,
     ) -> None:
         self.prologue = prologue
         self._task = task
+        self._recorded = recorded
         self._ranges = None if tensors is None else [_address_range(tensor) for tensor in tensors]
         self._workspace = workspace
         self._steps: Steps | None = None
@@ -296,10 +303,14 @@ class TaskSteps:
         try:
             if self.prologue is not None:
                 self.prologue.run()
+            if self._recorded is not None:
+                self._recorded.start()
             self._steps = self._task()
             next(self._steps, None)
         except BaseException:
             self._workspace.release(self._part)
+            if self._recorded is not None:
+                self._recorded.end()
             raise
 
     def wait(self) -> None:
@@ -313,6 +324,8 @@ class TaskSteps:
         finally:
             self._has_ended = True
             self._workspace.release(self._part)
+            if self._recorded is not None:
+                self._recorded.end()
 
     def is_completed(self) -> bool:
         """Whether the task has ended, with or without an error."""
@@ -348,21 +361,35 @@ class CollectiveQueue(ABC):
         )
 
     def next_op(
-        self, kind: str, label: str, numel: int, dtype: torch.dtype, prologue: Prologue | None = None
+        self,
+        kind: str,
+        label: str,
+        traffic_of: Callable[..., list[StageTraffic]],
+        numel: int,
+        dtype: torch.dtype,
+        *payload: Hashable,
+        prologue: Prologue | None = None,
     ) -> OpRequest:
-        """Add the next collective to the fingerprints, and give it a tag."""
+        """Add the next collective to the fingerprints and the traffic log, and give it a tag.
+
+        Its stages are `traffic_of(route, numel, dtype, *payload)`, with the dtype on the wire.
+        """
         check_not_forked()
         for transport in self._binding.transports:
             transport.fingerprint.update(label)
         count = self._binding.transports[0].fingerprint.count
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
-        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag, prologue)
-
-    def log(self, traffic_of: Callable[..., list[StageTraffic]], *payload: Hashable) -> list[CollectiveTraffic]:
-        """Record what a collective sends, `traffic_of(route, *payload)`, and return it."""
-        stages = self._stages_of(traffic_of, *payload)
+        stages = self._stages_of(traffic_of, numel, dtype, *payload)
         self._traffic_log.record(stages)
-        return stages
+        recorder = self._binding.ranges.recorder
+        recorded = None if recorder is None else self._record(recorder, kind, label, stages)
+        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag, prologue, recorded)
+
+    def _record(self, recorder: Recorder, kind: str, label: str, stages: list[CollectiveTraffic]) -> RecordedCollective:
+        axes = sorted({stage.axis: None for stage in stages}, key=lambda axis: not axis.startswith("intra_node"))
+        sent_bytes = sum(stage.sent_bytes for stage in stages)
+        name = kind.lower().replace("-", "_")
+        return recorder.collective(self.name, name, label, "+".join(axes), sent_bytes)  # the fastest axis first
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
@@ -385,9 +412,9 @@ class InlineQueue(CollectiveQueue):
 
     @override
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
-        steps = TaskSteps(task, tensors, self._workspace, op.prologue)
+        steps = TaskSteps(task, tensors, self._workspace, op.prologue, op.recorded)
         steps.start()
-        return Work(f"{op.name} over {self._where}", [steps])
+        return Work(f"{op.name} over {self._where}", [steps], recorded=op.recorded)
 
 
 class ThreadQueue(CollectiveQueue):
@@ -409,7 +436,7 @@ class ThreadQueue(CollectiveQueue):
     @override
     def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
         name = f"{op.name} over {self._where}"
-        work = self._thread.submit(
-            op, name, self._binding.ranks, TaskSteps(task, tensors, self._workspace, op.prologue)
-        )
-        return Work(name, [work], queued=work, on_failure=self._binding.watchdog.explain)
+        steps = TaskSteps(task, tensors, self._workspace, op.prologue, op.recorded)
+        work = self._thread.submit(op, name, self._binding.ranks, steps)
+        explain = self._binding.watchdog.explain
+        return Work(name, [work], queued=work, on_failure=explain, recorded=op.recorded)

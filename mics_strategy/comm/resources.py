@@ -31,6 +31,7 @@ from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeD
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.kernel_warmup import KernelWarmup
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.ranges import Ranges
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
@@ -74,8 +75,8 @@ class CommResources:
         watchdog: Finds out whether ranks have diverged.
         call_watch: Lets it do so while a call of torch blocks the host.
         traffic_log: Log of the collectives that were submitted.
+        ranges: Ranges of the model.
         workspaces: Scratch memory by queue.
-        queues: Queues of all communicators that were made.
     """
 
     def __init__(self, world_size: int, device: torch.device | str) -> None:
@@ -84,6 +85,7 @@ class CommResources:
         self.device = torch.device(device)
         self.is_point_to_point = is_point_to_point(dist.group.WORLD, self.device.type)
         self.traffic_log = TrafficLog()
+        self.ranges = Ranges()
         self.number = _count_models()
         self.process_id = os.getpid()
         self.call_watch = call_watch(self.rank)
@@ -91,7 +93,6 @@ class CommResources:
         self.watchdog = self.call_watch.watchdog
         self.watchdog.num_models = self.number + 1
         self.workspaces = {stream: Workspace() for stream in STREAMS}
-        self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
         self._warmups: list[KernelWarmup] = []
         self._threads: dict[str, CommThread] = {}
@@ -140,7 +141,11 @@ class CommResources:
                 _enable_peer_memory(transport)
         queue = STREAM_OF[role]
         binding = RouteBinding(
-            route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
+            route=route,
+            transports=transports,
+            ranks=frozenset(span.group_ranks(self.rank)),
+            watchdog=self.watchdog,
+            ranges=self.ranges,
         )
         scratch = workspace or self.workspaces[queue]
         communicator = Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
@@ -149,19 +154,17 @@ class CommResources:
 
     def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
         """The queue of a communicator: a thread on gloo, else the current stream."""
-        queue: CollectiveQueue
         if not binding.transports[0].blocks_host:
-            queue = InlineQueue(name, binding, workspace, self.traffic_log)
-        else:
-            if name not in self._threads:
-                self._threads[name] = CommThread(f"{name} {self.number}", self.watchdog)
-            queue = ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
-        self.queues.append(queue)
-        return queue
+            return InlineQueue(name, binding, workspace, self.traffic_log)
+        if name not in self._threads:
+            self._threads[name] = CommThread(f"{name} {self.number}", self.watchdog)
+        return ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
 
     def control_group(self, role: str, span: Span) -> ControlGroup | None:
         """The control group of a span; None where it holds one rank. Collective."""
-        return None if span.size == 1 else ControlGroup(self._transport(role, span), self.traffic_log, self.watchdog)
+        if span.size == 1:
+            return None
+        return ControlGroup(self._transport(role, span), self.traffic_log, self.watchdog, self.ranges)
 
     def _transport(self, role: str, span: Span) -> Transport:
         group = self._group(role, span)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from mics_strategy.comm.ranges import RecordedCollective
 from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # of any kernel before: no rank is to blame
@@ -63,12 +64,13 @@ class Work:
         works: Started work of the transport; empty when nothing had to be sent.
         queued: What a communication thread runs, before later collectives of its queue; None where none does.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
+        recorded: The collective while it is recorded; None if nothing records it.
 
     Attributes:
         keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "keepalive", "label", "queued")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "keepalive", "label", "queued", "recorded")
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class Work:
         *,
         queued: QueuedWork | None = None,
         on_failure: Callable[[], str] = str,
+        recorded: RecordedCollective | None = None,
     ) -> None:
         self.label = label
+        self.recorded = recorded
         self._on_failure = on_failure
         self.queued = queued
         self._works = works
@@ -95,14 +99,20 @@ class Work:
         """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
+        recorded, self.recorded = self.recorded, None
         _started.discard(self)
-        for work in works:
-            try:
+        if recorded is not None:
+            recorded.begin_wait()
+        try:
+            for work in works:
                 work.wait()
-            except (LifecycleError, *DEVICE_ERRORS):
-                raise
-            except RuntimeError as error:
-                raise as_communication_error(self.label, error, self._on_failure()) from error
+        except (LifecycleError, *DEVICE_ERRORS):
+            raise
+        except RuntimeError as error:
+            raise as_communication_error(self.label, error, self._on_failure()) from error
+        finally:
+            if recorded is not None:
+                recorded.end_wait()
         if finish is not None:
             finish()
 

@@ -218,6 +218,7 @@ def build_engine(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> 
             prefetch=config.prefetch if "gather" in overlap else 0,
             second_hop_every_backward=config.second_hop == "micro_step",
             sync_at_once="update" not in overlap,
+            keeps_params_unsharded=context.groups.param_comm is None,
         ),
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mics_strategy.comm.ranges import NO_RANGE
 from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
 from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
 from mics_strategy.engine.grad_bucket import GradBucket
@@ -43,11 +44,13 @@ class OverlapPolicy:
         prefetch: Number of units gathered ahead; 0 gathers each unit when it is needed.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         sync_at_once: Whether param syncs run right after the step instead of in front of each unit's next forward.
+        keeps_params_unsharded: Whether parameters are never resharded.
     """
 
     prefetch: int
     second_hop_every_backward: bool
     sync_at_once: bool
+    keeps_params_unsharded: bool
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
     Attributes:
         order: Order of units that the first training pass recorded.
         on_gradients: Called when gradients have become final.
+        ranges: Ranges of the step, for profiles.
     """
 
     def __init__(
@@ -78,11 +82,11 @@ class Engine:
         self.order = ExecutionOrder()
         self.backwards = backwards
         self.overlap = overlap
+        self.ranges = reducer.groups.resources.ranges
         self.on_gradients: Callable[[], None] = lambda: None
         self._resources = resources
         self._pending = PendingBackwards()
         self._global_order = GlobalOrder(units)
-        self._keeps_params_unsharded = reducer.groups.param_comm is None
         self._clock = 0  # counts beginnings and ends of forwards; see [Note: The clock of a backward] in `order`
         self._in_backward = False
         self._pass = TrainingPass()
@@ -91,25 +95,26 @@ class Engine:
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
         """Unshard the unit for its forward. Returns the call, for `post_forward`."""
-        self._clock += 1
-        self.reset_after_error()
-        unit.check_params()
-        regions = self._enter_regions(unit)
         is_recomputed = self.is_recomputing
-        if not is_recomputed:
-            self._record_forward(unit)
-        self._unshard(unit, self._next_units(unit, is_recomputed=is_recomputed))
-        for region in regions:
-            region.save_mark()  # torch ends a recomputation with the last one
-        unit.enter_forward()
-        return ForwardCall(
-            unit,
-            self._clock,
-            first_node=_next_sequence_number(),
-            is_recomputed=is_recomputed,
-            is_evaluation=not self.units[0].module.training,
-            regions=regions,
-        )
+        with self.ranges.pre_forward(unit.name, is_recomputed=is_recomputed):
+            self._clock += 1
+            self.reset_after_error()
+            unit.check_params()
+            regions = self._enter_regions(unit)
+            if not is_recomputed:
+                self._record_forward(unit)
+            self._unshard(unit, self._next_units(unit, is_recomputed=is_recomputed))
+            for region in regions:
+                region.save_mark()  # torch ends a recomputation with the last one
+            unit.enter_forward()
+            return ForwardCall(
+                unit,
+                self._clock,
+                first_node=_next_sequence_number(),
+                is_recomputed=is_recomputed,
+                is_evaluation=not self.units[0].module.training,
+                regions=regions,
+            )
 
     def post_forward(self, call: ForwardCall, outputs: list[torch.Tensor]) -> None:
         """Release the unit's parameters and hook its outputs for the backward.
@@ -119,25 +124,26 @@ class Engine:
             outputs: Tensors that the forward returned; empty when it raised.
         """
         unit = call.unit
-        if self._training_forward is not None and not call.is_recomputed:
-            self._pass.record(unit, is_checkpointed=not torch.is_grad_enabled())
-        if self._training_forward is unit:
-            self._training_forward = None
-        unit.exit_forward()  # may refuse what the forward wrote
-        if unit.index == 0 and self._keeps_params_unsharded:
-            for other in self._global_order.take_rest():  # other ranks may have needed them
-                other.start_unshard(self._resources)
-        self._clock += 1
-        call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
-        has_backward = self.watch(call, outputs)
-        if has_backward and not call.is_recomputed:
-            self._pending.push(call)
-        elif has_backward and unit.index in self._pass.checkpointed:
-            self._pass.recomputed.add(unit)
+        with self.ranges.post_forward(is_recomputed=call.is_recomputed):
+            if self._training_forward is not None and not call.is_recomputed:
+                self._pass.record(unit, is_checkpointed=not torch.is_grad_enabled())
+            if self._training_forward is unit:
+                self._training_forward = None
+            unit.exit_forward()  # may refuse what the forward wrote
+            if unit.index == 0 and self.overlap.keeps_params_unsharded:
+                for other in self._global_order.take_rest():  # other ranks may have needed them
+                    other.start_unshard(self._resources)
+            self._clock += 1
+            call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
+            has_backward = self.watch(call, outputs)
+            if has_backward and not call.is_recomputed:
+                self._pending.push(call)
+            elif has_backward and unit.index in self._pass.checkpointed:
+                self._pass.recomputed.add(unit)
 
     def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
         """Unshard for the backward of `call`; a gradient of its tensors has arrived."""
-        with outside_transforms():
+        with outside_transforms(), self.ranges.pre_backward(call.unit.name):
             if not self._in_backward:
                 self._on_backward_start()
             unit, backward = call.unit, torch._C._current_graph_task_id()
@@ -167,17 +173,19 @@ class Engine:
         Autograd may have entered the unit other than through its outputs. It would have refused resharded parameters
         (see `autograd`).
         """
-        if not self._in_backward:
-            self._on_backward_start()
-        if self.reducer.add_grad(unit, gradient, position, parameter):
-            self.reducer.launch(self.reducer.take_ready(unit))
+        recorder = self.ranges.recorder
+        with NO_RANGE if recorder is None else recorder.compute.on_grad(unit.name):  # a call less for each parameter
+            if not self._in_backward:
+                self._on_backward_start()
+            if self.reducer.add_grad(unit, gradient, position, parameter):
+                self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:
         """Reduce the remaining units and release every unit.
 
         Before that, gather for other ranks what this backward skipped.
         """
-        with outside_transforms():
+        with outside_transforms(), self.ranges.post_backward():
             followed_all = True
             for call in self._pending.drain():
                 self._gather_for_peers(call)
@@ -203,16 +211,17 @@ class Engine:
             self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
             return False
-        if self._keeps_params_unsharded:
-            for unit in self._global_order.take_rest():
-                unit.start_unshard(self._resources)
-        if not self._global_order.is_agreed:
-            self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
-            island = self.reducer.groups.island
-            self._global_order.agree(island.gather_objects(self.order.forward_units, "units that ran"))
-        self.reducer.finish()
-        self.settle_params()
-        self.on_gradients()
+        with self.ranges.in_engine():
+            if self.overlap.keeps_params_unsharded:
+                for unit in self._global_order.take_rest():
+                    unit.start_unshard(self._resources)
+            if not self._global_order.is_agreed:
+                self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
+                island = self.reducer.groups.island
+                self._global_order.agree(island.gather_objects(self.order.forward_units, "units that ran"))
+            self.reducer.finish()
+            self.settle_params()
+            self.on_gradients()
         return True
 
     def settle_params(self) -> None:
@@ -279,7 +288,7 @@ class Engine:
     def _start_unshard(self, units: Iterable[Unit]) -> None:
         """Start all-gathers, each behind those that other ranks may need before it."""
         for unit in units:
-            due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
+            due = [*self._global_order.take_until(unit), unit] if self.overlap.keeps_params_unsharded else (unit,)
             for due_unit in due:
                 due_unit.start_unshard(self._resources)
 
@@ -376,7 +385,7 @@ class Engine:
         None where parameters are never resharded. Where autograd has begun to recompute a region, as an operator behind
         its last unit reads what the region saved, the backward of that unit is entered first.
         """
-        if self._keeps_params_unsharded:
+        if self.overlap.keeps_params_unsharded:
             return ()
         regions = self._pending.regions.begin_forward(unit)
         call = self._pending.recomputed_before_backward() if self.is_recomputing else None

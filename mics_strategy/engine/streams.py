@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from mics_strategy.comm.ranges import RecordedCollective
 from mics_strategy.comm.work import QueuedWork, Work
 from mics_strategy.scopes import Scopes
 
 Op = Callable[[], Work | None]
+_NOTHING = nullcontext()
 
 # [Note: Who waits for what on CUDA]
 #
@@ -44,6 +46,7 @@ class OpChain:
 
     Args:
         finish: Local work after the last op; None for none.
+        is_hidden: Whether its own waits are on a side stream, where they hold up no computation.
 
     Attributes:
         streams: The stream of CUDA on which it runs.
@@ -52,8 +55,10 @@ class OpChain:
         is_done: Whether a caller has waited.
     """
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, finish: Callable[[], None] | None = None, *, is_hidden: bool = False) -> None:
         self._works: list[Work] = []
+        self._is_hidden = is_hidden
+        self._recorded: RecordedCollective | None = None  # the last one; who waits for the chain waits for it
         self._finish = finish
         self._done: torch.cuda.Event | None = None
         self.streams: tuple[torch.cuda.Stream, ...] = ()
@@ -67,6 +72,8 @@ class OpChain:
         if work is None:
             return
         self._keepalive += work.keepalive
+        if self._is_hidden and work.recorded is not None:
+            self._recorded, work.recorded = work.recorded, None
         if work.queued is not None:
             self._works.append(work)
             self.queued.append(work.queued)
@@ -86,11 +93,15 @@ class OpChain:
         A second call does nothing, except on CUDA where another stream is current than before.
         """
         if self._done is not None:
+            if self._recorded is not None:
+                self._recorded.begin_wait()
             stream = torch.cuda.current_stream(self.streams[0].device)
             if stream not in self.users:
                 stream.wait_event(self._done)
                 self.users.add(stream)
             self.is_done = True
+            if self._recorded is not None:
+                self._recorded.end_wait()
         elif not self.is_done:
             self.is_done = True
             self._complete()
@@ -138,7 +149,8 @@ class OpStream:
             behind: Other streams of CUDA whose present work comes first as well.
             and_current: Whether that of the current stream does.
         """
-        chain, stream, remaining = OpChain(finish), self._stream, iter(ops)
+        stream, remaining = self._stream, iter(ops)
+        chain = OpChain(finish, is_hidden=stream is not None)
         if stream is None:
             for op in remaining:
                 chain.add(op())
@@ -206,5 +218,5 @@ def order_behind(streams: Iterable[torch.cuda.Stream], tensors: Iterable[torch.T
 def outside_transforms() -> AbstractContextManager[object]:
     """A context in which `torch.func` does not transform the engine's own tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
+        return _NOTHING
     return temporarily_clear_interpreter_stack()

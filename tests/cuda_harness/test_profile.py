@@ -1,7 +1,11 @@
 """Does a profile on a GPU change nothing but to record events, and wait for none of them in a step?"""
 
-import pytest
+from unittest import mock
 
+import pytest
+import torch
+
+from mics_strategy.comm.ranges import RecordedCollective
 from mics_strategy.timeline import Category, Timeline
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import config_of, one_of_many, start
@@ -56,6 +60,41 @@ def test_waits_of_the_compute_stream_and_collectives_of_side_streams_are_recorde
     exposed = {unit for name, unit in waits if name == ("all_gather" if preset != "ddp" else "all_reduce")}
     assert units <= exposed
     assert sum(part.seconds for part in timeline.parts(0)) == pytest.approx(timeline.step_s(0))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_waits_of_side_streams_are_none_of_the_compute_row(preset: str) -> None:
+    """The host waits for each collective inside a chain, on a side stream. The row has the waits for the chain."""
+    streams: list[torch.cuda.Stream] = []
+    begin_wait = RecordedCollective.begin_wait
+
+    def spied(collective: RecordedCollective) -> None:
+        streams.append(torch.cuda.current_stream())
+        begin_wait(collective)
+
+    with one_of_many() as machine, mock.patch.object(RecordedCollective, "begin_wait", spied):
+        training = start(machine, config_of(preset))
+        training.step()
+        training.sharded.profile(steps=1)
+        training.step()
+        compute = torch.cuda.current_stream()
+    assert len(streams) > 4
+    assert set(streams) == {compute}
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "alone"])
+def test_torch_profiler_shows_collectives_where_they_are_launched(is_recorded: bool) -> None:
+    with one_of_many() as machine:
+        training = start(machine, config_of("mics"))
+        training.step()
+        if is_recorded:
+            training.sharded.profile(steps=1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+            training.step()
+    ranges = {event.key for event in profiler.key_averages() if event.key.startswith("mics::")}
+    for layer in range(4):
+        gather = f"all_gather layers.{layer} [intra_node]"
+        assert {f"mics::forward layers.{layer}", f"mics::{gather}", f"mics::wait {gather}"} <= ranges
 
 
 @pytest.mark.parametrize("recomputes", ["reentrant", "other"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, Topology, save_checkpoint, shard
+from mics_strategy.comm import ranges as ranges_module
 from mics_strategy.errors import CommunicationError, MiCSError
 from mics_strategy.timeline import Category, Interval, Timeline
 from tests import models
@@ -515,8 +517,7 @@ def with_and_without(ctx: RankContext) -> tuple[bool, bool, list[str]]:
     profiled, stacks_after = train(True)
     values = zip(plain.sharded.internals.parameters, profiled.sharded.internals.parameters, strict=True)
     equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in values)
-    engine, target = profiled.sharded._engine, profiled.sharded._target
-    owners = [engine, target, profiled.sharded, *profiled.sharded._groups.resources.queues]
+    owners = [profiled.sharded._engine, profiled.sharded._target, profiled.sharded]
     left = [name for owner in owners for name in vars(owner) if callable(getattr(type(owner), name, None))]
     return equal, stacks == stacks_after, left
 
@@ -525,18 +526,154 @@ def test_a_profile_leaves_values_stacks_and_methods_as_they_were(ranks: RankPool
     assert ranks(4, with_and_without, ranks_per_node=2) == [(True, True, [])] * 4
 
 
-def in_torch_profiler(ctx: RankContext) -> set[str]:
+def failed_steps(ctx: RankContext, where: str) -> tuple[bool, bool, list[str]]:
+    """A recorded step fails and is recorded again, another one fails and the profile is cancelled, a third is plain.
+
+    Returns whether something listens before and after `cancel`, and what the compute row has of the repeated step.
+    """
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    sharded = shard(model, ShardConfig.preset("mics", topology=NODES), units=[nn.Linear])
+    optimizer, x, is_failing = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, WIDTH), False
+
+    def fail(*_: object) -> None:
+        if is_failing:
+            raise ZeroDivisionError
+
+    if where == "forward":
+        model[0].register_forward_hook(fail)
+    if where == "backward":
+        model[1].register_full_backward_hook(fail)
+    if where == "step":
+        optimizer.register_step_pre_hook(fail)
+
+    def step() -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            model(x).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    profile = sharded.profile(steps=1)
+    is_failing = True
+    step()
+    is_failing = False
+    step()
+    row = names(list(profile.result.own_rows[0].intervals), Category.COMPUTE, Category.OPTIMIZER)
+    profile = sharded.profile(steps=1)
+    is_failing = True
+    step()
+    ranges = sharded.internals.engine.ranges
+    listened = ranges.recorder is not None
+    profile.cancel()
+    listens = ranges.recorder is not None
+    is_failing = False
+    step()
+    return listened, listens, without_root(row)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_step_that_fails_leaves_nothing_behind(ranks: RankPool, where: str) -> None:
+    for listened, listens, row in ranks(4, failed_steps, where, ranks_per_node=2):
+        assert listened
+        assert not listens
+        assert row[-5:] == [*MICRO_STEP, "step"][-5:]
+
+
+# -- other profilers -----------------------------------------------------------------------------------------
+
+
+def in_torch_profiler(ctx: RankContext, is_recorded: bool) -> tuple[set[str], list[bool]]:
+    """The ranges of one step in torch's profiler; whether something listens behind it and behind the next step."""
     training = Training(ctx.rank)
     training.step()
-    training.sharded.profile(steps=1)
+    engine_ranges = training.sharded.internals.engine.ranges
+    if is_recorded:
+        training.sharded.profile(steps=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         training.step()
-    return {event.key for event in profiler.key_averages() if event.key.startswith("mics::")}
+    listens = [engine_ranges.recorder is not None]
+    with mock.patch.object(ranges_module, "_enter_range") as enter:
+        training.step()
+        assert not enter.called
+    listens.append(engine_ranges.recorder is not None)
+    return {event.key for event in profiler.key_averages() if event.key.startswith("mics::")}, listens
 
 
-def test_torch_profiler_shows_units_and_collectives(ranks: RankPool) -> None:
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "alone"])
+def test_torch_profiler_shows_units_and_collectives(ranks: RankPool, is_recorded: bool) -> None:
     unit = models.transformer().build()
     layer = next(name for name, module in unit.named_modules() if isinstance(module, models.transformer().units))
-    for ranges in ranks(4, in_torch_profiler, ranks_per_node=2):
-        assert {f"mics::forward {layer}", f"mics::backward {layer}", "mics::step", "mics::data"} <= ranges
+    for ranges, listens in ranks(4, in_torch_profiler, is_recorded, ranks_per_node=2):
+        assert {f"mics::forward {layer}", f"mics::backward {layer}", "mics::step"} <= ranges
+        assert ("mics::data" in ranges) == is_recorded
         assert f"mics::wait all_gather {layer} [intra_node]" in ranges
+        assert listens == [not is_recorded, False]
+
+
+Span = tuple[float, float, str]
+
+
+def spans_of(profiler: torch.profiler.profile, file: Path, prefixes: tuple[str, ...]) -> list[Span]:
+    """Begin, end and name of the ranges with these prefixes, the outer one first."""
+    profiler.export_chrome_trace(str(file))
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event["name"].startswith(prefixes)]
+    found = [(event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if event["ph"] == "X"]
+    return sorted(found, key=lambda span: (span[0], -span[1]))
+
+
+def with_own_ranges(ctx: RankContext, folder: Path) -> list[Span]:
+    """The engine's ranges in torch's profiler, among those of a script."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shard(model, ShardConfig.preset("mics", topology=NODES), units=[nn.Linear])
+    forward = model[0].forward
+
+    def named_forward(x: Tensor) -> Tensor:
+        with torch.profiler.record_function("own forward"):
+            return forward(x)
+
+    model[0].forward = named_forward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            with torch.profiler.record_function("own loss"):
+                loss = model(torch.ones(2, WIDTH)).sum()
+            with torch.profiler.record_function("own backward"):
+                loss.backward()
+            with torch.profiler.record_function("own step"):
+                optimizer.step()
+            optimizer.zero_grad()
+    return spans_of(profiler, folder / f"{ctx.rank}.json", ("mics::", "own "))
+
+
+def test_ranges_are_nested_in_each_other_and_in_those_of_a_script(ranks: RankPool, tmp_path: Path) -> None:
+    for spans in ranks(2, with_own_ranges, tmp_path, ranks_per_node=2):
+        paths, open_spans = [], list[Span]()
+        for span in spans:
+            while open_spans and open_spans[-1][1] <= span[0]:
+                open_spans.pop()
+            assert not open_spans or span[1] <= open_spans[-1][1], (open_spans[-1], span)
+            open_spans.append(span)
+            paths.append([name for _, _, name in open_spans])
+        assert paths.count(["own loss", "mics::forward (root)", "mics::forward 0", "own forward"]) == 2
+        assert paths.count(["own backward", "mics::backward 1"]) >= 2
+        assert paths.count(["own step", "mics::step"]) >= 2
+
+
+def in_and_around_profiles(ctx: RankContext, folder: Path) -> tuple[list[str], list[str]]:
+    """Torch's profiler begins before a profile, and ends in it. Returns the row of the profile, and of the trace."""
+    training = Training(ctx.rank)
+    training.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        training.step()
+        profile = training.sharded.profile(steps=2)
+        training.step()
+    training.step()
+    spans = spans_of(profiler, folder / f"{ctx.rank}.json", ("mics::forward (root)", "mics::step"))
+    row = names(list(profile.result.own_rows[0].intervals), Category.COMPUTE, Category.OPTIMIZER)
+    return [name for name in row if name in ("loss", "step")], [name for _, _, name in spans]
+
+
+def test_torch_profiler_and_a_profile_may_begin_and_end_in_any_order(ranks: RankPool, tmp_path: Path) -> None:
+    for row, spans in ranks(2, in_and_around_profiles, tmp_path, ranks_per_node=2):
+        assert row == ["loss", "step"] * 2
+        assert [name for name, _ in itertools.groupby(spans)] == ["mics::forward (root)", "mics::step"] * 2

@@ -125,6 +125,9 @@ class StepHooks:
         swap = self.swap_of(optimizer)
         target.engine.reducer.groups.record_options(shortened(_options(optimizer)))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
+        recorder = target.engine.ranges.recorder
+        if recorder is not None:
+            recorder.compute.begin_step(has_closure=closure is not None)
         if closure is None:
             return args, kwargs, swap
         wrapped = _wrap_closure(swap, target, closure)
@@ -139,7 +142,11 @@ class StepHooks:
             return
         swap.sync_owned()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if target.owns(p)]
+        is_first = target.engine.backwards.num_in_step > 0  # of the optimizers that share a step
         target.post_step(parameters, swap.exchanges)
+        recorder = target.engine.ranges.recorder
+        if recorder is not None:
+            recorder.end_optimizer(is_first=is_first)
 
 
 def _options(optimizer: Optimizer) -> str:

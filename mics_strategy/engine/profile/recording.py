@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
+from mics_strategy.comm.ranges import DeviceClock, HostClock, Recorder
 from mics_strategy.engine.internals import Internals
-from mics_strategy.engine.profile.recorder import DeviceClock, HostClock, Ranges, Recorder
 from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
-from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, Replacements
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.timeline import Row
 
@@ -37,16 +36,15 @@ class Profile:
         self._path = path
         is_cuda = model.groups.device.type == "cuda"
         clock = DeviceClock(model.groups.device, origin_ns) if is_cuda else HostClock(origin_ns)
-        self._recorder = Recorder(clock, Ranges(is_cuda=is_cuda))
-        self._replacements = Replacements()
+        self._recorder = Recorder(clock, self._end_step, has_nvtx=is_cuda)
+        self._ranges = model.engine.ranges
         self._num_recorded = -1  # of a step that has begun before the recording
         self._result: ProfileResult | None = None
         self.is_recording = False
 
     def begin(self) -> None:
         """Begin to record. Not collective."""
-        CommWrappers(self._recorder).install(self._model, self._replacements)
-        EngineWrappers(self._model, self._recorder, self._end_step).install(self._model, self._replacements)
+        self._ranges.begin(self._recorder)
         self.is_recording = True
         if self._model.target.is_step_over:
             self._begin_first_step()
@@ -92,8 +90,7 @@ class Profile:
 
     def cancel(self) -> None:
         """End the recording without a result, as after an error. Not collective."""
-        self._replacements.restore()
-        self._recorder.compute.discard()
+        self._ranges.end()
         self.is_recording = False
 
     def _begin_first_step(self) -> None:
@@ -111,7 +108,7 @@ class Profile:
 
     def _finish(self) -> None:
         """End the recording, and let all ranks know the result. Collective."""
-        self._replacements.restore()
+        self._ranges.end()
         self.is_recording = False
         self._result = gather_result(self._recorder.close(self._model.groups.rank), self._num_recorded)
         if self._model.groups.rank == 0:
