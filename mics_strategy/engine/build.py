@@ -19,7 +19,6 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
 from mics_strategy.comm.scratch import CollectiveShape
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.bucket_specs import (
     REDUCTIONS,
@@ -30,6 +29,7 @@ from mics_strategy.engine.bucket_specs import (
     make_buckets,
 )
 from mics_strategy.engine.feedback import make_feedback
+from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, staging_views
 from mics_strategy.engine.memory_plan import MemoryPlan, Staging, UnitBuckets

@@ -1,12 +1,12 @@
-"""Order of units: recorded, pending and global.
+"""Which unit is next: the recorded order, and the pending one.
 
 - `ExecutionOrder` records the first training forward, to prefetch units in later ones. It is a hint: a forward in
   another order gathers units that it does not use next, for which others lose their slots.
 - `PendingBackwards` holds the forwards whose backward is still to come. It gives the exact order in which the backward
   needs units. While parameters are sharded, it is the same on every rank, so a rank whose backward skips a unit can
   still take part in its collectives.
-- `GlobalOrder` is one order of all units on all ranks. Where parameters or gradients are kept whole, ranks may run
-  different units, and collectives follow this order.
+
+What all ranks start in one order is in `global_order`.
 """
 
 from __future__ import annotations
@@ -215,57 +215,6 @@ class TrainingPass:
         self._units, self._behind, self.following = [], [], []
         self.checkpointed.clear()
         self.recomputed.clear()
-
-
-class GlobalOrder:
-    """One order of all units, the same on all ranks, whichever units this rank runs.
-
-    Args:
-        units: Units by index.
-
-    Attributes:
-        units: Units in the order.
-        is_agreed: Whether the order follows recorded forwards.
-    """
-
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = list(units)
-        self.is_agreed = False
-        self._positions = {unit.index: position for position, unit in enumerate(units)}
-        self._num_taken = 0
-
-    def agree(self, forward_orders: list[list[int]]) -> None:
-        """Merge the forward orders of all ranks.
-
-        A unit that no rank ran stays next to its neighbor.
-
-        Args:
-            forward_orders: Indices of units in the forward order of every rank, the same on all ranks.
-        """
-        merged: list[int] = []
-        for order in (*forward_orders, sorted(self._positions)):
-            position = 0
-            for index in order:
-                if index not in merged:
-                    merged.insert(position, index)
-                position = merged.index(index) + 1
-        by_index = {unit.index: unit for unit in self.units}
-        self.units = [by_index[index] for index in merged]
-        self._positions = {index: position for position, index in enumerate(merged)}
-        self.is_agreed = True
-
-    def restart(self) -> None:
-        """Make every unit due again, after parameters have changed."""
-        self._num_taken = 0
-
-    def take_until(self, unit: Unit) -> list[Unit]:
-        """Take the units up to and including `unit` that were not taken since `restart`."""
-        start, self._num_taken = self._num_taken, max(self._num_taken, self._positions[unit.index] + 1)
-        return self.units[start : self._num_taken]
-
-    def take_rest(self) -> list[Unit]:
-        """Take all units that were not taken since `restart`."""
-        return self.take_until(self.units[-1])
 
 
 @dataclass(slots=True)

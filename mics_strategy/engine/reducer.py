@@ -22,8 +22,7 @@ import torch
 
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.autograd import UnshardedParameter
-from mics_strategy.engine.boundary import AccumulationBoundary
-from mics_strategy.engine.first_hops import FirstHopOrder
+from mics_strategy.engine.global_order import AccumulationBoundary, FirstHopOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import StagingPool

@@ -22,10 +22,11 @@ import torch
 from mics_strategy.comm.ranges import NO_RANGE
 from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
 from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
+from mics_strategy.engine.global_order import GlobalOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
-from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, PendingBackwards, TrainingPass
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.reducer import BackwardCount, Reducer
 from mics_strategy.engine.schedule import reduces_every_unit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
-from mics_strategy.engine.boundary import AccumulationBoundary
+from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.schedule import RepeatedHops

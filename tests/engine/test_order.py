@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
+from mics_strategy.engine.global_order import GlobalOrder
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, PendingBackwards, TrainingPass
 
 
 @dataclass(eq=False)
