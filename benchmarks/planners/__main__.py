@@ -55,21 +55,26 @@ def public_rows() -> list[PublishedRow]:
 def rows_of_others(rows: Iterable[PublishedRow], path: Path) -> list[ScoredRow]:
     """The predictions of another planner, a CSV file with the columns `id`, `predicted` and, if it likes, `reason`.
 
+    A row that the file leaves out has no prediction.
+
     Raises:
-        ConfigError: The file is no such table, or names an unknown row.
+        ConfigError: The file is no such table, or names an unknown row, or one twice.
     """
     known = {row.text("id"): row for row in rows}
-    scored = []
+    scored = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             for cells in csv.DictReader(file):
                 predicted = (cells["predicted"] or "").strip()
                 row, reason = known[cells["id"]], cells.get("reason") or "no prediction"
                 value = float(predicted) if predicted else None
-                scored.append(ScoredRow(row=row, predicted=value, reason="" if predicted else reason))
+                if cells["id"] in scored or (value is not None and not 0 < value < math.inf):
+                    raise ValueError(f"row {cells['id']} is there twice, or {predicted} is no finite number above 0")
+                scored[cells["id"]] = ScoredRow(row=row, predicted=value, reason="" if predicted else reason)
     except (OSError, KeyError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path} is no table of predictions: {error!r}. Give `id` and `predicted` as CSV.") from error
-    return scored
+    left_out = (ScoredRow(row=row, predicted=None, reason="no prediction") for row in known.values())
+    return [scored.get(row.row.text("id"), row) for row in left_out]
 
 
 def report_json(rows: Iterable[ScoredRow]) -> list[dict[str, Any]]:

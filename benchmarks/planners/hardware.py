@@ -53,7 +53,10 @@ _GPUS = (
 )
 # Words of a row's software, and its attention in `published.toml`.
 # InternEvo's table is InternLM's of 2023, whose installation names flash-attention 1.0.5.
-_ATTENTION = ((r"composer|llm-foundry|internevo|internlm", "flash1"), (r"megatron|nemo|transformer engine", "cudnn"))
+_ATTENTION = (
+    (r"composer|llm-foundry|internevo|internlm", "flash1"),
+    (r"megatron|nemo|automodel|transformer engine", "cudnn"),
+)
 # Beginnings of the names of devices before Ada and Hopper, whose matrix units have no 8-bit floats: datasheets.
 _WITHOUT_FP8 = ("v100", "t4-", "a100", "a10-", "a10g", "a6000", "rtx3090")
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
@@ -112,8 +115,7 @@ def has_fp8(device: Device) -> bool:
 
 def with_attention(device: Device, row: PublishedRow) -> Device:
     """The device with the attention kernels of the row's software."""
-    words = f"{row.words('source')} {row.words('system')}"
-    name = next((name for pattern, name in _ATTENTION if re.search(pattern, words)), None)
+    name = next((name for pattern, name in _ATTENTION if re.search(pattern, row.words("system"))), None)
     if name is None:
         return device
     shares = published_table()["attention"][name]

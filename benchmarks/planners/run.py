@@ -201,8 +201,8 @@ def _recomputations(run: Run) -> tuple[list[Recompute], bool, tuple[str, ...]]:
     stated = True if is_known else stated
     tries: list[Recompute] = [False, True] if stated is None else [stated]
     if is_selective:
-        every = re.search(r"(?:1/|every )(\d)", words)
-        tries = [1 / int(every[1])] if every and every[1] != "0" else [1 - 1 / kept for kept in _KEPT_LAYERS]
+        every = re.search(r"(?:1/|every )(\d+)", words)
+        tries = [1 / int(every[1])] if every and int(every[1]) else [1 - 1 / kept for kept in _KEPT_LAYERS]
     notes: tuple[str, ...] = ()
     if device.name.startswith(_OFFLOADS):
         tries = tries[:1]

@@ -246,14 +246,16 @@ def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
     """Every point but the chosen one, with the reason against it."""
     best_s, limit_bytes = choice.step.step_s, choice.solution.limit_bytes
     sent: dict[tuple[ShardConfig, int], int] = {}
-    chosen_order = tie_order(choice.solution.frontier[0], sent)
+    equal = [p for p in choice.solution.fitting if p.step_s is not None and p.step_s <= best_s * (1 + EQUAL)]
+    least_bytes = min((point.memory.total_bytes for point in equal), default=0)
+    chosen_order = tie_order(choice.solution.frontier[0], least_bytes, sent)
     for point in choice.solution.fitting:
         if point.job == choice.step.job:
             continue
         if point.step_s is None:
             prefix = "takes" if point.bound_s >= best_s else "not simulated; takes"
             yield point, f"{prefix} at least {point.bound_s:.4g} s: {_by(point)}"
-        elif point.step_s <= best_s * (1 + EQUAL) and (order := tie_order(point, sent)) > chosen_order:
+        elif point.step_s <= best_s * (1 + EQUAL) and (order := tie_order(point, least_bytes, sent)) > chosen_order:
             yield point, order.reason_against(chosen_order)
         else:
             yield point, f"{point.step_s / best_s - 1:.1%} slower"

@@ -153,8 +153,13 @@ def _solve(workload: Workload, cluster: Cluster, space: Space, *, is_brief: bool
         gap = level_gap if not frontier else gap
         if best.step_s is not None and all(best.memory.total_bytes < p.memory.total_bytes for p in frontier):
             frontier.append(best)
+    fastest = [
+        point
+        for index, point in enumerate(frontier)
+        if not index or all(_seconds(point) < _seconds(smaller) for smaller in frontier[index + 1 :])
+    ]
     return Solution(
-        frontier=tuple(frontier),
+        frontier=tuple(fastest),
         fitting=tuple(search.points),
         too_large=tuple(too_large),
         limit_bytes=limit_bytes,
@@ -223,16 +228,25 @@ class _Search:
             and point.memory.total_bytes <= limit_bytes
             and point.step_s <= _seconds(best) * (1 + EQUAL)
         ]
-        return min(equal, key=lambda point: tie_order(point, self.sent))
+        least_bytes = min(point.memory.total_bytes for point in equal)
+        return min(equal, key=lambda point: tie_order(point, least_bytes, self.sent))
 
 
-def tie_order(point: Point, sent: _Sent) -> TieOrder:
-    """The place of a point among equally fast ones; `sent` keeps what points with the same scopes send."""
+def tie_order(point: Point, least_bytes: int, sent: _Sent) -> TieOrder:
+    """The place of a point among equally fast ones.
+
+    Args:
+        point: The point.
+        least_bytes: Memory of the smallest of them.
+        sent: Keeps what points with the same scopes send.
+    """
     job, steps = point.job, min(point.job.num_micro_steps, _PLANNED_STEPS)
     sent_bytes = _inter_node_bytes(job, steps, sent)
     if job.num_micro_steps > steps:  # a micro-step in the middle is like any other
         sent_bytes += (job.num_micro_steps - steps) * (sent_bytes - _inter_node_bytes(job, steps - 1, sent))
-    order = TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes, job.cluster.device.memory_bytes)
+    more_bytes = point.memory.total_bytes - least_bytes
+    memory_share = int(more_bytes / (EQUAL * job.cluster.device.memory_bytes))
+    order = TieOrder.of(job.scopes, sent_bytes, point.memory.total_bytes, memory_share)
     return order if job.workload.model.trained_share < 1 else dataclasses.replace(order, grads=0)
 
 
@@ -241,7 +255,7 @@ def _inter_node_bytes(job: Job, num_micro_steps: int, sent: _Sent) -> int:
     if key not in sent:
         inside = {axis.name for axis in job.scopes.axes if axis.is_inside_node}
         collectives = job.plan(num_micro_steps).collectives
-        sent[key] = sum(planned.sent_bytes for planned in collectives if planned.axis not in inside)
+        sent[key] = sum(p.sent_bytes for p in collectives if not inside.issuperset(p.axis.split("+")))
     return sent[key]
 
 

@@ -144,8 +144,8 @@ class TieOrder:
             decides nothing. Links between nodes are shared with others, and times on them are predicted worst.
         complexity: Mesh axes, and a secondary copy.
         gathered: Ranks from which parameters are gathered, those of a node at least.
-        memory_share: Memory of a rank, in hundredths of the device's. Less decides nothing: sharding the few gradients
-            of adapters saves less, and sends them in every micro-step.
+        memory_share: Memory of a rank beyond that of the smallest point, in whole hundredths of the device's. Less
+            decides nothing: sharding the few gradients of adapters saves less, and sends them in every micro-step.
         grads: Ranks of gradients where few parameters are trained; 0 where all are.
         memory_bytes: Memory of a rank.
 
@@ -161,13 +161,13 @@ class TieOrder:
     memory_bytes: int
 
     @classmethod
-    def of(cls, scopes: Scopes, sent_bytes: float, memory_bytes: int, device_bytes: int) -> TieOrder:
+    def of(cls, scopes: Scopes, sent_bytes: float, memory_bytes: int, memory_share: int) -> TieOrder:
         """The order of a point that sends so much between nodes in a step."""
         return cls(
             doublings=round(math.log2(1 + sent_bytes)),
             complexity=complexity(scopes),
             gathered=max(scopes.params, scopes.ranks_per_node),
-            memory_share=round(memory_bytes / (EQUAL * device_bytes)),
+            memory_share=memory_share,
             grads=scopes.grads,
             memory_bytes=memory_bytes,
         )

@@ -218,9 +218,16 @@ def test_predictions_of_another_planner_are_scored(tmp_path: Path, capsys: pytes
     path = tmp_path / "theirs.csv"
     path.write_text("id,predicted,reason\nLF004,4230,\nLF005,,no model of it\n")
     assert main(["--predictions", str(path), "--json"]) == 0
-    one, two = json.loads(capsys.readouterr().out)
+    by_id = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
+    assert len(by_id) == 212
+    one, two = by_id.pop("LF004"), by_id.pop("LF005")
+    assert {row["reason"] for row in by_id.values()} == {"no prediction"}
     assert one["error"] == pytest.approx(1.0)
     assert two["reason"] == "no model of it"
     path.write_text("id,predicted\nunknown,1\n")
     assert main(["--predictions", str(path)]) == 1
     assert "no table of predictions" in capsys.readouterr().err
+    for cells in ("LF004,nan", "LF004,inf", "LF004,-5", "LF004,0", "LF004,1\nLF004,2"):
+        path.write_text(f"id,predicted\n{cells}\n")
+        assert main(["--predictions", str(path)]) == 1
+        assert "row LF004 is there twice, or" in capsys.readouterr().err

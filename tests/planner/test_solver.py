@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_the_reason_against_an_equal_point_is_what_decided() -> None:
         assert reason in other.reason_against(chosen)
 
 
-@pytest.mark.parametrize("product", ["rtx4090-2x", "p4d.24xlarge"])
+@pytest.mark.parametrize("product", ["rtx4090-2x", "p4d.24xlarge", "g5.48xlarge"])
 def test_the_few_gradients_of_adapters_stay_whole(product: str) -> None:
     """Principle 3 of PaRO, and its advice by the share of trained parameters."""
     described = describe_model("llama-7b", 2048)
@@ -122,11 +123,29 @@ def test_every_preset_of_paro_is_advised_for_some_share_of_trained_parameters() 
     assert {"paro-ini", "paro-ing", "paro-gng", "paro-gig"} == shares[0.1] - shares[1.0]
 
 
+def test_nothing_is_sent_between_nodes_where_there_is_one() -> None:
+    solution = solve(workload(**FREE), tiny_cluster(nodes=1, ranks_per_node=4), Space())
+    assert {solver.tie_order(point, 0, {}).doublings for point in solution.fitting} == {0}
+
+
+def test_no_point_of_the_answer_is_beaten_in_time_and_memory() -> None:
+    training = Workload(model=describe_model("llama-7b", 2048), global_batch=2048)
+    _, *others = solve(training, Cluster.preset("p4d.24xlarge", nodes=128), Space()).frontier
+    assert len(others) > 1
+    for larger, smaller in pairwise(others):
+        assert larger.memory.total_bytes > smaller.memory.total_bytes
+        assert larger.step_s is not None
+        assert smaller.step_s is not None
+        assert larger.step_s < smaller.step_s
+
+
 def test_traffic_of_all_micro_steps_decides_between_equal_points() -> None:
     """Whole parameters and ZeRO-3: the second gathers in each micro-step, and sends more the smaller they are."""
     solution = solve(workload(global_batch=64, **FREE), tiny_cluster(), Space())
     sharded = [p for p in solution.fitting if scopes_of(p) == (4, 4, 4) and not p.job.recompute]
-    by_batch = {p.job.micro_batch: solver.tie_order(p, {}).doublings for p in sharded if not p.job.scopes.has_secondary}
+    by_batch = {
+        p.job.micro_batch: solver.tie_order(p, 0, {}).doublings for p in sharded if not p.job.scopes.has_secondary
+    }
     assert by_batch[1] == by_batch[2] + 1 == by_batch[4] + 2
 
 
