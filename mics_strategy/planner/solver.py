@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -56,6 +57,7 @@ _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 30), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
 _BRIEF = ((1.0, 4),)
+_OF_PRESET = 2  # simulated points of a published system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,13 +183,13 @@ class _Search:
     sent: _Sent = field(default_factory=dict)
 
     def simulate_presets(self) -> None:
-        """Simulate the most promising point of each published system."""
-        seen: set[object] = set()
+        """Simulate the most promising points of each published system, until no other can be faster."""
+        simulated: defaultdict[object, list[float]] = defaultdict(list)
         for index, point in enumerate(self.points):
-            key = (preset_of(point.job.scopes), point.job.config.weight_codec, point.job.config.grad_codec)
-            if key[0] is not None and key not in seen:
-                seen.add(key)
-                self._simulate(index)
+            name, config = preset_of(point.job.scopes), point.job.config
+            steps_s = simulated[name, config.weight_codec, config.grad_codec]
+            if name is not None and len(steps_s) < _OF_PRESET and point.bound_s < min(steps_s, default=math.inf):
+                steps_s.append(_seconds(self._simulate(index)))
 
     def _simulate(self, index: int) -> Point:
         point = self.points[index]
