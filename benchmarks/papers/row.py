@@ -92,10 +92,10 @@ class PublishedRow:
 
         A "b" is a bit, a "B" a byte.
         """
-        match = re.search(r"(\d[\d.]*)\s*([GT])(b|B)(?:ps|it/s|/s)", self.text("interconnect_inter"))
+        match = re.search(r"(\d[\d.]*)\s*([MGT])(b|B)(?:ps|it/s|/s)", self.text("interconnect_inter"))
         if match is None:
             return None
-        return float(match[1]) * {"G": 1e9, "T": 1e12}[match[2]] / {"b": 8, "B": 1}[match[3]]
+        return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] / {"b": 8, "B": 1}[match[3]]
 
     @property
     def num_parameters(self) -> float | None:

@@ -88,7 +88,8 @@ def testbed_of(row: PublishedRow) -> Testbed:
     if stated is not None:
         link = dataclasses.replace(link, bytes_per_s=stated * _NCCL_EFFICIENCY / per_node, source="the row")
     elif world_size > per_node:
-        assumptions.append(f"links not stated: those of {match[0]}")
+        text = row.text("interconnect_inter")
+        assumptions.append(f"links {f'`{text}` without a rate' if text else 'not stated'}: those of {match[0]}")
     cluster = dataclasses.replace(
         cluster,
         device=Device.named(match[1]),
@@ -133,7 +134,7 @@ def _stated_bytes_per_s(row: PublishedRow, per_node: int) -> float | None:
         if plain is None:
             return None
         whole = float(plain[1]) * 1e9 / 8
-    times = re.match(r"\s*(\d+)\s*x\s*\d", words)
+    times = re.match(r"\s*(\d+)\s*x\s*\d", words) or re.search(r"x\s*(\d+)\s*$", words)
     if times:
         return whole * int(times[1])
     first_number = re.search(r"\d[\d.]*\s*[gt]b[^(]*", words)

@@ -128,6 +128,7 @@ def test_lengths_and_recomputation_are_read_in_any_form() -> None:
     assert value(activation_ckpt="full") == value(activation_ckpt="y") < value(activation_ckpt="selective, every 2nd")
     assert value(activation_ckpt="selective 1/2") == value(activation_ckpt="selective, every 2nd layer")
     assert value(activation_ckpt="none") == value(activation_ckpt="n") > value(activation_ckpt="selective 1/3")
+    assert value(activation_ckpt="selective 1/10") > value(activation_ckpt="selective 1/3")
     assert value(activation_ckpt="selective 1/3") > value(activation_ckpt="selective 1/2")
 
 
@@ -139,7 +140,12 @@ def test_links_are_read_in_any_form() -> None:
     assert node_bits_per_s("400 Gbps (4 x 100 Gb RoCE)") == pytest.approx(400e9)
     assert node_bits_per_s("8 x 400 Gb/s") == pytest.approx(3200e9)
     assert node_bits_per_s("400 Gb/s per GPU RDMA") == pytest.approx(3200e9)
+    assert node_bits_per_s("400 Gbps x 8") == pytest.approx(3200e9)
     assert node_bits_per_s("10 GbE") == pytest.approx(10e9)
+    assert node_bits_per_s("500 Mbps") == pytest.approx(0.5e9)
+    assert node_bits_per_s("400 MB/s") == pytest.approx(3.2e9)
+    assumed = predict_run(row(interconnect_inter="Thunderbolt")).assumptions
+    assert any("`Thunderbolt` without a rate" in note for note in assumed)
 
 
 @pytest.fixture(scope="module")
