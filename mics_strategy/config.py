@@ -194,7 +194,7 @@ class ShardConfig:
     world_size: str | int = "any"
     outer_every: int = 0
     outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.5
     outer_codec: str | Codec | Mapping[str, Any] = "none"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))

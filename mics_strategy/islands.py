@@ -19,7 +19,7 @@ from mics_strategy.topology import Topology
 
 _NUMBERS = {  # the least value of a field, its default, and what is allowed
     "outer_lr": (math.ulp(0.0), 0.7, "a positive number"),
-    "outer_momentum": (0.0, 0.9, "a number from 0 to below 1"),
+    "outer_momentum": (0.0, 0.5, "a number from 0 to below 1"),
 }
 
 

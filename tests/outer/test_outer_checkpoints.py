@@ -73,7 +73,7 @@ def saved_parameters(ctx: RankContext, job: Job, path: Path) -> tuple[dict[str, 
     return found, None if outer is None else outer.num_in_round
 
 
-OFF = {"outer_every": 0, "outer_lr": 0.7, "outer_momentum": 0.9}
+OFF = {"outer_every": 0, "outer_lr": 0.7, "outer_momentum": 0.5}
 
 
 @pytest.mark.parametrize(
