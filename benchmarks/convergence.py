@@ -77,6 +77,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "outer-30": {**_ISLANDS, "outer_every": 30},
     "outer-30-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "outer-30-warm": {**_ISLANDS, "outer_every": 30},
+    "outer-30-warm-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
     "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
     "int2-nodes-both": {
         "grad_codec": Codec(bits=2, block_size=128, rotation=True, feedback=True),
@@ -88,6 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
         "grad_codec": Codec(bits=4, block_size=_WHOLE),
     },
 }
+_WARM = ("outer-30-warm", "outer-30-warm-int4")  # the first fifth of the steps is synchronous: without `outer_` fields
 DEFAULT_VARIANTS = ("other-order", "int8-int4", "int8-int4-half", "non-blocked")
 
 
@@ -224,10 +227,15 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     return load_recipe([f"--config={_DEMO}", *(f"--{change}" for change in changes)], has_cuda=False)
 
 
-def _config(variant: str, steps: int) -> ShardConfig:
+def _configs(variant: str, steps: int) -> dict[int, ShardConfig]:
+    """Configurations of a variant, each by the number of steps before it."""
     topology = Topology(ranks_per_node=_RANKS_PER_NODE)
     fields = {"topology": topology, "codec_links": "all", "training_steps": steps, **VARIANTS[variant]}
-    return ShardConfig.preset("zeropp-hpz", **fields)
+    config = ShardConfig.preset("zeropp-hpz", **fields)
+    if variant not in _WARM:
+        return {0: config}
+    synchronous = {name: value for name, value in fields.items() if not name.startswith("outer_")}
+    return {0: ShardConfig.preset("zeropp-hpz", **synchronous), steps // 5: config}
 
 
 def _train(recipe: Recipe, names: list[str], options: argparse.Namespace) -> list[Curve]:
@@ -262,8 +270,8 @@ def _rank(rank: int, job: _Job, folder: str, written: Path) -> None:
         for name in job.names:
             store = Path(folder, f"store-{name}-{seed}")
             dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS, timeout=_SILENCE)
-            config = _config(name, trainer.max_steps)
-            curve = learn(dataclasses.replace(job.recipe, trainer=trainer), name, config, every=job.every)
+            configs = _configs(name, trainer.max_steps)
+            curve = learn(dataclasses.replace(job.recipe, trainer=trainer), name, configs, every=job.every)
             if rank == 0:
                 with written.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(curve)) + "\n")

@@ -6,15 +6,18 @@ the same initial weights and the same batches in the same order; the validation 
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from mics_strategy import ShardConfig, shard
+from mics_strategy import ShardConfig, Sharded, load_checkpoint, save_checkpoint, shard
 from recipes.batch import BatchPlan
 from recipes.config import Recipe
 from recipes.data.loaders import TrainLoader, ValidationLoader
@@ -36,7 +39,7 @@ class Curve:
         steps: Optimizer steps before each evaluation; the first is 0.
         losses: Mean loss of a held-out token at each.
         train_losses: Mean loss of a trained token since the last evaluation; none at the first.
-        sent_bytes: What this rank planned to send in the first optimizer step.
+        sent_bytes: What this rank planned to send in the first optimizer step of the last configuration.
         elapsed_s: Of the whole training.
     """
 
@@ -49,13 +52,23 @@ class Curve:
     elapsed_s: float
 
 
-def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> Curve:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What a script keeps over its steps."""
+
+    model: nn.Module
+    sharded: Sharded
+    optimizer: torch.optim.Optimizer
+
+
+def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, every: int) -> Curve:
     """Train a recipe from new weights, with the default process group.
 
     Args:
         recipe: Its trainer gives steps and seed.
-        variant: The name of `config`.
-        config: Sharding of the model states.
+        variant: The name of `configs`.
+        configs: Sharding of the model states, by the number of optimizer steps before it: the first is 0. Each later
+            one resumes from a checkpoint of the one before.
         every: Optimizer steps between evaluations; the last step is always followed by one.
     """
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed
@@ -68,30 +81,27 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
     )
     batches = iter(TrainLoader(data.train, batch, dist.get_rank(), num_steps, seed))
     held_out = ValidationLoader(data.validation, batch, dist.get_rank(), recipe.data.validation_sequences)
-    torch.manual_seed(seed)
-    model = build_model(recipe.model, recipe.data.sequence_length)
-    sharded = shard(model, config)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, recipe.optimizer.weight_decay), betas=recipe.optimizer.betas, eps=recipe.optimizer.eps
-    )
-    steps, losses, train_losses, sent_bytes = [0], [_evaluate(model, held_out)], [], 0
+    job = _start(recipe, configs[0])
+    steps, losses, train_losses, sent_bytes = [0], [_evaluate(job.model, held_out)], [], 0
     sums = torch.zeros(2, dtype=torch.float64)
     for step in range(num_steps):
+        if step and step in configs:
+            job = _resume(recipe, configs[step], job)
         for index in range(batch.accumulation):
-            with sharded.micro_step(index, of=batch.accumulation):
-                loss = _loss_sum(model, micro := next(batches)) / micro["labels"].numel()
+            with job.sharded.micro_step(index, of=batch.accumulation):
+                loss = _loss_sum(job.model, micro := next(batches)) / micro["labels"].numel()
                 (loss / batch.accumulation).backward()
             sums += torch.tensor([loss.item(), 1.0])
-        sharded.clip_grad_norm_(recipe.optimizer.clip_norm)
-        for group in optimizer.param_groups:
+        job.sharded.clip_grad_norm_(recipe.optimizer.clip_norm)
+        for group in job.optimizer.param_groups:
             group["lr"] = _learning_rate(recipe, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            sent_bytes = sum(item.sent_bytes for item in sharded.plan.collectives)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if step in configs:
+            sent_bytes = sum(item.sent_bytes for item in job.sharded.plan.collectives)
         if (step + 1) % every == 0 or step + 1 == num_steps:
             steps.append(step + 1)
-            losses.append(_evaluate(model, held_out))
+            losses.append(_evaluate(job.model, held_out))
             train_losses.append(_mean(sums))
             sums.zero_()
     return Curve(
@@ -103,6 +113,26 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
         sent_bytes=sent_bytes,
         elapsed_s=time.perf_counter() - start,
     )
+
+
+def _start(recipe: Recipe, config: ShardConfig) -> _Job:
+    torch.manual_seed(recipe.trainer.seed)
+    model = build_model(recipe.model, recipe.data.sequence_length)
+    sharded = shard(model, config)
+    groups = parameter_groups(model, recipe.optimizer.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
+    return _Job(model=model, sharded=sharded, optimizer=optimizer)
+
+
+def _resume(recipe: Recipe, config: ShardConfig, job: _Job) -> _Job:
+    """Save a job and continue it with another configuration, as a script that is started again does."""
+    resumed = _start(recipe, config)
+    with tempfile.TemporaryDirectory(prefix="learning-") as folder:  # rank 0's; the others' stay empty
+        path = Path(folder, "checkpoint")
+        save_checkpoint(path, job.sharded, [job.optimizer])
+        load_checkpoint(path, resumed.sharded, [resumed.optimizer])
+        dist.barrier()  # then all ranks have read it
+    return resumed
 
 
 def _learning_rate(recipe: Recipe, step: int) -> float:

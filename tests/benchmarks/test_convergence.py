@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence import VARIANTS, Row, curve_table, main, parser, rows, table
-from benchmarks.learning import Curve
+from benchmarks.learning import Curve, learn
+from mics_strategy import ShardConfig
+from recipes.config import load_recipe
+from tests.ranks import RankContext, RankPool
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, DEMO = ROOT / "docs", ROOT / "recipes" / "llama" / "demo.yaml"
 PAGES = "\n".join((DOCS / name).read_text() for name in ("benchmarks.md", "lab-book.md"))
 SMALL = "model.hidden_size=32 model.intermediate_size=64 model.num_heads=1 model.num_kv_heads=1 data.sequence_length=16"
 
@@ -80,6 +84,26 @@ def test_two_variants_learn_and_the_encoded_one_sends_less(tmp_path: Path, capsy
     assert plain == pytest.approx(encoded, rel=0.02)
     assert plain != encoded
     assert "int8-int4-half" in capsys.readouterr().out
+
+
+def learned(ctx: RankContext, configs: dict[int, ShardConfig]) -> tuple[float, ...]:
+    """Losses on held-out text before the first step and after each of eight."""
+    cache = ctx.tmp_path / "data"
+    generated = f"data.source=grammar data.grammar_documents=200 data.cache_dir={cache} data.validation_sequences=16"
+    changes = f"{SMALL} {generated} model.vocab_size=512 model.num_layers=1 batch.global_size=8 batch.micro_size=2"
+    arguments = [f"--{change}" for change in (*changes.split(), "trainer.max_steps=8", "schedule.warmup_steps=1")]
+    recipe = load_recipe([f"--config={DEMO}", *arguments], has_cuda=False)
+    return learn(recipe, "", configs, every=1).losses
+
+
+def test_a_synchronous_training_continues_with_outer_steps(ranks: RankPool) -> None:
+    synchronous = ShardConfig.preset("mics", topology={"ranks_per_node": 2})
+    outer = synchronous.replace(outer_every=2, outer_lr=1e-9, outer_momentum=0.0)  # each returns to where it began
+    whole, losses = ranks(4, learned, {0: synchronous})[0], ranks(4, learned, {0: synchronous, 4: outer})[0]
+    assert losses[:5] == whole[:5]
+    assert losses[6] == pytest.approx(losses[4], rel=1e-5)
+    assert losses[8] == pytest.approx(losses[4], rel=1e-5)
+    assert {losses[step] < losses[4] * (1 - 1e-3) for step in (5, 7)} == {True}
 
 
 def test_every_command_of_the_page_is_one() -> None:
