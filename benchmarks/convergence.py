@@ -76,6 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     },
     "outer-30": {**_ISLANDS, "outer_every": 30},
     "outer-30-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
+    "outer-30-diloco": {**_ISLANDS, "outer_every": 30, "outer_momentum": 0.9},  # the rates of its paper
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "outer-30-warm": {**_ISLANDS, "outer_every": 30},
     "outer-30-warm-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
