@@ -158,8 +158,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="micro-steps are added",
-        old="accumulate = self.flags.any(GradFlag.ACCUMULATED)",
-        new="accumulate = False",
+        old="accumulate := self.flags.any(GradFlag.ACCUMULATED)",
+        new="accumulate := False",
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
