@@ -91,7 +91,10 @@ def train(recipe: Recipe, inputs: RunInputs) -> None:
         inputs.report.on_train_end(loop.trainer, loop.module)
     loop.checkpoints.finish()
     loop.accelerator.wait_for_everyone()  # gloo hangs if a rank leaves while another one still receives
+    group = torch.distributed.group.WORLD
     loop.accelerator.end_training()
+    del loop  # Before the group. As its last owner, DDP's reducer would end it while it holds the interpreter's lock,
+    del group  # for which gloo's thread may wait to free the barrier.
 
 
 class AccelerateLoop:
