@@ -134,10 +134,10 @@ class SecondHops:
         """A number for the second hops since the last step, in their order.
 
         Args:
-            with_due: Also for those that this rank is about to start, which are the same on all ranks where gradients
-                are sharded.
+            with_due: Also for all that this rank is about to start, which are the same on all ranks where gradients
+                are sharded. Elsewhere only those count that were started before: no other rank would join them.
         """
-        due = self.due if with_due else set()
+        due = self.due if with_due else self.due.intersection(self._early)
         hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
         dropped = sorted((gradient.name, position) for gradient, position in self._dropped)
         return zlib.crc32(" ".join([*(gradient.name for gradient in hops), *map(str, dropped)]).encode())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
+from mics_strategy import LifecycleError, ShardConfig, Sharded, Topology, shard
 from tests.engine import unusual
 from tests.engine.test_boundary import PREDICTED, PRESETS
 from tests.engine.training import wholes
@@ -139,6 +139,30 @@ def test_nodes_with_windows_of_their_own_train_or_raise_before_the_step(
 ) -> None:
     expected = STEPS_WHERE_PREDICTED[windows] if preset in PREDICTED else len(WINDOWS[windows][0])
     assert steps_as_in_one_process(ranks, PRESETS[preset], WINDOWS[windows]) == expected
+
+
+def extra_backward_on_one_rank(ctx: RankContext, preset: str) -> str:
+    """The error of a job of which one rank runs a backward after the one that all have declared to be the last."""
+    model, optimizer_of = build()
+    sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[unusual.Block])
+    optimizer = optimizer_of()
+    for step in range(3):
+        with sharded.micro_step(0, of=1):
+            model(batch(step, 0, ctx.rank)).square().mean().backward()
+        if step == 2 and ctx.rank == 3:
+            model(batch(step, 1, ctx.rank)).square().mean().backward()
+        try:
+            optimizer.step()
+        except LifecycleError as error:
+            return f"step {step}: {error}"
+        optimizer.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1"])
+def test_a_backward_of_one_rank_behind_the_declared_one_raises_on_all(ranks: RankPool, preset: str) -> None:
+    for error in ranks(4, extra_backward_on_one_rank, preset, ranks_per_node=2):
+        assert error.startswith("step 2: Ranks ran different numbers of backwards")
 
 
 def drop_on_one_node(ctx: RankContext, preset: str, step_of_drop: int) -> str:
