@@ -39,7 +39,7 @@ class Curve:
         steps: Optimizer steps before each evaluation; the first is 0.
         losses: Mean loss of a held-out token at each.
         train_losses: Mean loss of a trained token since the last evaluation; none at the first.
-        sent_bytes: What this rank planned to send in the first optimizer step of the last configuration.
+        sent_bytes: Bytes that this rank planned to send in the first optimizer step of the last configuration.
         elapsed_s: Of the whole training.
     """
 

@@ -108,7 +108,7 @@ class Communicator:
             accumulate: Whether to add to `out` instead of overwriting it.
             label: Label of the payload in errors.
             residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
-            prologue: What comes before it, on its thread or stream; None for nothing.
+            prologue: Work that comes before it, on its thread or stream; None for none.
 
         Returns:
             The work; `out` is valid after `wait()`.
@@ -145,7 +145,7 @@ class Communicator:
             wire: Dtype of unquantized payloads.
             label: Label of the payload in errors.
             residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
-            prologue: What comes before it, on its thread or stream; None for nothing.
+            prologue: Work that comes before it, on its thread or stream; None for none.
 
         Returns:
             The work; `tensor` is valid after `wait()`.

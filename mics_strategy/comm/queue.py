@@ -259,7 +259,7 @@ class TaskSteps:
         task: The task.
         tensors: Tensors that it reads and writes, each contiguous; None where that is not known.
         workspace: Scratch memory.
-        prologue: What comes before it; None for nothing.
+        prologue: Work that comes before it; None for none.
         recorded: The collective while it is recorded; None if nothing records it.
     """
 

@@ -62,7 +62,7 @@ class Work:
     Args:
         label: Name of the collective, the unit and the axis, for errors.
         works: Started work of the transport; empty when nothing had to be sent.
-        queued: What a communication thread runs, before later collectives of its queue; None where none does.
+        queued: Task of a communication thread, before later ones of its queue; None where no thread runs it.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
         recorded: The collective while it is recorded; None if nothing records it.
 

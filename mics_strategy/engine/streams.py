@@ -50,7 +50,7 @@ class OpChain:
 
     Attributes:
         streams: The stream of CUDA on which it runs.
-        queued: What communication threads run of it.
+        queued: Tasks of communication threads that run its collectives.
         users: Streams that have waited for the event.
         is_done: Whether a caller has waited.
     """
