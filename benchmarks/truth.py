@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,10 +82,14 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, measure, print and write; 0 when every configuration ran and all bytes are as planned."""
+    rows: list[Row] = []
     try:
         options = workload_options.parse(parser(), arguments)
-        rows = run(options)
+        for found in run(options):
+            rows += found
     except (TestbedError, RankFailedError, MiCSError, ValueError) as error:
+        if rows:
+            print(report(rows))
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(report(rows))
@@ -112,8 +116,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    """All rows, link by link.
+def run(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """All rows, link by link and workload by workload.
 
     Raises:
         TestbedError: The testbed cannot be made here.
@@ -121,15 +125,13 @@ def run(options: argparse.Namespace) -> list[Row]:
         ConfigError: A configuration is impossible here.
     """
     entries = [_two_stages(entry) for entry in parse_ours(options.ours)]
-    rows = []
     with tempfile.TemporaryDirectory(prefix="truth-") as temporary:
         folder = Path(temporary) if options.keep is None else options.keep
         folder.mkdir(parents=True, exist_ok=True)
         for rate_mbit in options.rate_mbit:
             with make_testbed(nodes=options.nodes, rate_mbit=rate_mbit) as bed:
                 for workload in workload_options.workloads(options):
-                    rows += _rows(bed, entries, rate_mbit, workload, (options, folder))
-    return rows
+                    yield _rows(bed, entries, rate_mbit, workload, (options, folder))
 
 
 def _two_stages(entry: Entry) -> Entry:

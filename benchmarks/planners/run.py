@@ -41,6 +41,11 @@ _KEPT_LAYERS = (2, 3, 4, 8)
 # Systems whose configurations recompute a dense model on several GPUs. NeMo AutoModel: `activation_checkpointing` of
 # all such files that its docs/performance-summary.mdx names.
 _RECOMPUTING = r"automodel"
+# Words of a system, its scopes or its precision, and what they stand for, which is not modelled.
+_NOT_MODELLED = (
+    (r"(?<!no )(?<!without )(?<!activation )offload", "offload of model states"),
+    (r"qlora|\bnf4\b|bitsandbytes|\b4-?bit\b", "a base model in 4 bits"),
+)
 _LIKELY_FILL = 0.85  # of a device's memory, for a choice that is not stated: people leave a margin
 _LIKELY_TOKENS = 16_384  # of a micro-batch that is not stated
 
@@ -136,6 +141,10 @@ def read_run(row: PublishedRow) -> Run:
     ):
         if number > 1:
             raise NotPredictable(f"{noun} over {number} ranks is not modelled")
+    words = f"{row.words('system')}, {row.words('partition_config')}, {row.words('precision')}"
+    for pattern, noun in _NOT_MODELLED:
+        if re.search(pattern, words):
+            raise NotPredictable(f"{noun} is not modelled")
     model, testbed = model_of_run(row), testbed_of(row)
     per_node, tensor = testbed.cluster.ranks_per_node, degrees.tensor
     if per_node % tensor:

@@ -12,7 +12,7 @@ import torch
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.ranges import Ranges, RecordedCollective
 from mics_strategy.comm.route import ALL_REDUCE, ALL_TO_ALL
-from mics_strategy.comm.traffic import StageTraffic, TrafficLog, with_sent_bytes
+from mics_strategy.comm.traffic import StageTraffic, TrafficLog
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.watched_work import WatchedWork
 from mics_strategy.comm.work import DEVICE_ERRORS, BackendWork, Work, as_communication_error, check_shapes
@@ -43,7 +43,7 @@ class ControlGroup:
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
-        stage = with_sent_bytes(StageTraffic(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes))
+        stage = StageTraffic(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
         self._traffic_log.record([stage])
         recorded = self._record(ALL_REDUCE, label, stage.sent_bytes)
         return self._as_work(f"All-reduce of {label}", self.transport.start_all_reduce(tensor), recorded)

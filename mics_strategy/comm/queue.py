@@ -36,7 +36,7 @@ from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.ranges import Ranges, RecordedCollective, Recorder
 from mics_strategy.comm.route import Route
-from mics_strategy.comm.traffic import CollectiveTraffic, StageTraffic, TrafficLog, with_sent_bytes
+from mics_strategy.comm.traffic import StageTraffic, TrafficLog
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import Prologue, QueuedWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
@@ -357,7 +357,7 @@ class CollectiveQueue(ABC):
         self._traffic_log = traffic_log
         self._where = " and ".join(transport.description for transport in binding.transports)
         self._stages_of = functools.cache(  # in every step the same
-            lambda traffic_of, *payload: [*map(with_sent_bytes, traffic_of(binding.route, *payload))]
+            lambda traffic_of, *payload: traffic_of(binding.route, *payload)
         )
 
     def next_op(
@@ -385,7 +385,7 @@ class CollectiveQueue(ABC):
         recorded = None if recorder is None else self._record(recorder, kind, label, stages)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag, prologue, recorded)
 
-    def _record(self, recorder: Recorder, kind: str, label: str, stages: list[CollectiveTraffic]) -> RecordedCollective:
+    def _record(self, recorder: Recorder, kind: str, label: str, stages: list[StageTraffic]) -> RecordedCollective:
         axes = sorted({stage.axis: None for stage in stages}, key=lambda axis: not axis.startswith("intra_node"))
         sent_bytes = sum(stage.sent_bytes for stage in stages)
         name = kind.lower().replace("-", "_")

@@ -80,6 +80,7 @@ class StageTraffic:
         size: Ranks that take part.
         dtype: Dtype on the wire.
         full_bytes: Bytes of the full tensor of the stage.
+        kept_bytes: Bytes of an all-to-all that stay on this rank; 0 for other collectives.
         codec_work: Values that a rank encodes and decodes, as planned; None where there are none. Not compared.
     """
 
@@ -88,38 +89,33 @@ class StageTraffic:
     size: int
     dtype: torch.dtype
     full_bytes: int
+    kept_bytes: int = 0
     codec_work: CodecWork | None = field(default=None, compare=False, kw_only=True)
 
-
-@dataclass(frozen=True, slots=True)
-class CollectiveTraffic(StageTraffic):
-    """One stage of a collective, and the bytes that this rank sends in it."""
-
-    sent_bytes: int
-
-
-def with_sent_bytes(stage: StageTraffic) -> CollectiveTraffic:
-    """A stage, with the bytes that each rank sends in it."""
-    sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
-    return CollectiveTraffic(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes, sent_bytes)
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        if self.collective == ALL_TO_ALL:
+            return self.full_bytes - self.kept_bytes
+        return SENT_BYTES[self.collective](self.full_bytes, self.size)
 
 
 @dataclass(slots=True)
 class TrafficLog:
     """The collectives issued since the log was last drained, with their counts."""
 
-    entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
+    entries: Counter[StageTraffic] = field(default_factory=Counter)
 
-    def record(self, stages: Iterable[CollectiveTraffic]) -> None:
+    def record(self, stages: Iterable[StageTraffic]) -> None:
         """Record the stages of one collective."""
         self.entries.update(stages)
 
     def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
         """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
-        full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
-        self.entries[CollectiveTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
+        full_bytes, kept_bytes = full.numel() * full.itemsize, kept_numel * full.itemsize
+        self.entries[StageTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, kept_bytes)] += 1
 
-    def drain(self) -> Counter[CollectiveTraffic]:
+    def drain(self) -> Counter[StageTraffic]:
         """Return the entries so far, and empty the log."""
         entries, self.entries = self.entries, Counter()
         return entries

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,6 @@ from mics_strategy.comm.route import (
     Route,
 )
 from mics_strategy.comm.traffic import (
-    SENT_BYTES,
-    CollectiveTraffic,
     StageTraffic,
     all_gather_traffic,
     all_reduce_traffic,
@@ -112,11 +111,11 @@ class StepOrder:
     has_outer_step: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCollective(CollectiveTraffic):
-    """One collective of a step.
+class PlannedCollective(NamedTuple):
+    """One stage of a collective of a step. A planner makes millions of them, so equal stages share their traffic.
 
     Attributes:
+        traffic: What is sent.
         unit: Name of the unit, or of the bucket with owners.
         phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop", "update" or
             "outer_step".
@@ -125,11 +124,42 @@ class PlannedCollective(CollectiveTraffic):
         stage: Position among the stages of its collective; 0 begins the next collective.
     """
 
+    traffic: StageTraffic
     unit: str
     phase: str
     micro_step: int
     role: str
     stage: int = 0
+
+    @property
+    def collective(self) -> str:
+        """Name of the collective."""
+        return self.traffic.collective
+
+    @property
+    def size(self) -> int:
+        """Ranks that take part."""
+        return self.traffic.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype on the wire."""
+        return self.traffic.dtype
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full tensor of the stage."""
+        return self.traffic.full_bytes
+
+    @property
+    def axis(self) -> str:
+        """Names of the mesh axes that it spans."""
+        return self.traffic.axis
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        return self.traffic.sent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +354,7 @@ class _Planner:
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = StageTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add(USAGE, list[StageTraffic]([usage]), "(usage)", phase)
+            self._add(USAGE, [usage], "(usage)", phase)
 
     def _second_hop(self, index: int, bucket: BucketPlan, phase: str) -> None:
         name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
@@ -336,22 +366,9 @@ class _Planner:
         for bucket in owned:
             assignment, index, itemsize = bucket.assignment, bucket.index, bucket.dtype.itemsize
             for numels, _ in (assignment.to_owners_numels(index), assignment.to_shards_numels(index)):
-                full_bytes = sum(numels) * itemsize
-                sent_bytes = full_bytes - numels[index] * itemsize
-                self.planned.append(
-                    PlannedCollective(
-                        collective=ALL_TO_ALL,
-                        axis=span.name,
-                        size=span.size,
-                        dtype=bucket.dtype,
-                        full_bytes=full_bytes,
-                        sent_bytes=sent_bytes,
-                        unit=bucket.name,
-                        phase="update",
-                        micro_step=self.micro_step,
-                        role=OWNERS,
-                    )
-                )
+                num_bytes = (sum(numels) * itemsize, numels[index] * itemsize)
+                stage = StageTraffic(ALL_TO_ALL, span.name, span.size, bucket.dtype, *num_bytes)
+                self._add(OWNERS, [stage], bucket.name, "update")
 
     def outer_step(self) -> None:
         """The all-reduces of an outer step: of the master shards of all trainable buckets."""
@@ -375,20 +392,5 @@ class _Planner:
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
     def _add(self, role: str, stages: list[StageTraffic], unit: str, phase: str) -> None:
-        for stage, message in enumerate(stages):
-            self.planned.append(
-                PlannedCollective(
-                    collective=message.collective,
-                    axis=message.axis,
-                    size=message.size,
-                    dtype=message.dtype,
-                    full_bytes=message.full_bytes,
-                    sent_bytes=SENT_BYTES[message.collective](message.full_bytes, message.size),
-                    unit=unit,
-                    phase=phase,
-                    micro_step=self.micro_step,
-                    role=role,
-                    stage=stage,
-                    codec_work=message.codec_work,
-                )
-            )
+        for stage, traffic in enumerate(stages):
+            self.planned.append(PlannedCollective(traffic, unit, phase, self.micro_step, role, stage))

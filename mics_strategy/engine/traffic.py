@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mics_strategy.comm.traffic import CollectiveTraffic
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.engine.plan import Plan
 from mics_strategy.text_table import text_table
 
@@ -37,7 +37,7 @@ class TrafficRows(tuple[TrafficRow, ...]):
         return "\n".join(text_table(rows, num_left=2))
 
 
-def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> TrafficRows:
+def compare(plan: Plan, issued: Counter[StageTraffic]) -> TrafficRows:
     """The planned and the issued traffic of a step, by axis and collective.
 
     Args:

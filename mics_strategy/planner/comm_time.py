@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mics_strategy.comm.route import ALL_REDUCE
-from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, StageTraffic
+from mics_strategy.comm.traffic import CodecWork, StageTraffic
 from mics_strategy.planner.cluster import Cluster, Link
 from mics_strategy.topology import LINKS, Axis
 
@@ -97,9 +97,8 @@ class CommTime:
         bytes_per_s = link.bytes_per_s * (ranks_of_node if name != INTRA_NODE else 1)
         if len(links) > 1:
             bytes_per_s = min(bytes_per_s, self.cluster.intra_node.bytes_per_s)
-        sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
         latency_s = self._latency_s(stage, ranks_of_node, link)
-        return StageTime(name, latency_s + sent_bytes / bytes_per_s, encode_s, decode_s)
+        return StageTime(name, latency_s + stage.sent_bytes / bytes_per_s, encode_s, decode_s)
 
     def _codec_seconds(self, work: CodecWork) -> tuple[float, float]:
         """Seconds in which one rank encodes, and decodes."""

@@ -267,7 +267,7 @@ class _Builder:
 
     def _stage(self, stream: str, stage: PlannedCollective, after: tuple[int, ...]) -> int:
         """Add one stage, with its encoding and decoding on the device."""
-        time, label = self.rules.comm_time.of(stage), Label(stage.collective, stage.unit, stage)
+        time, label = self.rules.comm_time.of(stage.traffic), Label(stage.collective, stage.unit, stage)
         if time.encode_seconds:
             after = (self._add(label, Task(stream, DEVICE, time.encode_seconds, after)),)
         last = self._add(label, Task(stream, time.link, time.seconds, after))

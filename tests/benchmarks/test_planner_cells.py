@@ -148,3 +148,21 @@ def test_devices_since_ada_and_hopper_have_fp8_products(gpu: str) -> None:
 def test_a_list_with_malformed_rows_is_a_list_all_the_same() -> None:
     rows = [PublishedRow({**TITAN, "id": f"{i}", "tp": tp}) for i, tp in enumerate(("1", "-2", "2"))]
     assert [r["predicted"] is None for r in report_json(score_rows(rows))] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"system": "FSDP2 with CPU offload"},
+        {"system": "DeepSpeed ZeRO-Offload"},
+        {"partition_config": "FSDP 8, offload_optimizer"},
+        {"system": "FSDP QLoRA"},
+        {"precision": "nf4 with bf16"},
+    ],
+)
+def test_what_is_not_modelled_is_a_reason(changes: dict[str, str]) -> None:
+    assert reason_of(**changes).endswith("is not modelled")
+
+
+def test_no_offload_is_predicted() -> None:
+    assert predict_run(row(system="FSDP2, no offload")).value == predict_run(row(system="FSDP2")).value

@@ -89,7 +89,7 @@ def planned_seconds(scoped: ScopedConfig, model: ModelDescription, cluster: Clus
     )
     times = CommTime(cluster, scoped.scopes.axes)
     planned = plan_step(displacing, scoped.scopes, shape).collectives
-    return sum(times.of(collective).seconds for collective in planned if collective.role != USAGE)
+    return sum(times.of(collective.traffic).seconds for collective in planned if collective.role != USAGE)
 
 
 @pytest.mark.parametrize("second_hop", ["boundary", "micro_step"])

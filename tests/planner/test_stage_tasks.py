@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
@@ -39,10 +40,8 @@ def cluster(backend: str = "gloo") -> Cluster:
 
 
 def gather(axis: str, stage: int) -> PlannedCollective:
-    return PlannedCollective(
-        *("all_gather", axis, 2, torch.float32, 8 * MIB, 4 * MIB, "", "forward", 0, "param_all_gather"),
-        stage=stage,
-    )
+    traffic = StageTraffic("all_gather", axis, 2, torch.float32, 8 * MIB)
+    return PlannedCollective(traffic, unit="", phase="forward", micro_step=0, role="param_all_gather", stage=stage)
 
 
 @pytest.mark.parametrize("second_stage", [0, 1], ids=["two collectives", "two stages"])

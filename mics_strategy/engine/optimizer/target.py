@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.comm.traffic import CollectiveTraffic
+from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
@@ -33,7 +33,7 @@ class LastStep:
 
     num_backwards: int
     repeated: RepeatedHops
-    issued: Counter[CollectiveTraffic]
+    issued: Counter[StageTraffic]
     has_outer_step: bool = False
 
 
