@@ -15,17 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from mics_strategy.comm.route import (
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    Route,
-)
-from mics_strategy.comm.traffic import (
-    StageTraffic,
-    all_gather_traffic,
-    all_reduce_traffic,
-    reduce_scatter_traffic,
-)
+from mics_strategy.comm.route import ALL_REDUCE, ALL_TO_ALL, Route
+from mics_strategy.comm.traffic import StageTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
 from mics_strategy.engine.schedule import (
     NONE_REPEATED,

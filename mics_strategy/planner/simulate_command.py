@@ -125,8 +125,10 @@ def _step(config: ShardConfig | None, workload: Workload, cluster: Cluster) -> S
             "`--micro-batch auto` with stated scopes: a simulation needs a number. Add for example `--micro-batch 1`, "
             "or leave out the scopes."
         )
-    recompute = False if workload.recompute == "auto" else workload.recompute
-    return simulate(workload, cluster, config, recompute=recompute)
+    step = simulate(workload, cluster, config, recompute=False if workload.recompute == "auto" else workload.recompute)
+    if workload.recompute == "auto" and step.memory.total_bytes > cluster.device.memory_bytes:
+        return simulate(workload, cluster, config, recompute=True)
+    return step
 
 
 def _check_files(options: Namespace) -> None:

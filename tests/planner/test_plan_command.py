@@ -162,6 +162,15 @@ def test_part_of_the_layers_or_attention_alone_is_recomputed(capsys: pytest.Capt
     refused(capsys, ["plan", *images, "--recompute", "attention"], "net has no fused attention. Use a share")
 
 
+def test_simulate_recomputes_what_would_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(*options: str) -> dict[str, Any]:
+        return run(capsys, "simulate", *STATED, *options)
+
+    assert step("--micro-batch", "1") == step("--micro-batch", "1", "--recompute", "no")
+    assert not step("--micro-batch", "4", "--recompute", "no")["fits"]
+    assert step("--micro-batch", "4") == step("--micro-batch", "4", "--recompute", "yes")
+
+
 def test_estimate_and_simulate_count_the_same_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=4096).save_pretrained(tmp_path)
     batch = [*P4D, "--seq-len", "1024", "--micro-batch", "4"]
