@@ -174,8 +174,7 @@ def _lines(options: Namespace) -> Iterator[str]:
         f"{estimate.title}, {estimate.numel / 1e9:.3f} B parameters in {estimate.num_units} units, on "
         f"{scopes.world_size} ranks"
     )
-    over = f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer}"
-    yield f"{over} ranks"
+    yield f"{scopes.phrase} ranks"
     yield _assumed(options, config)
     for purpose, num_bytes in rows.items():
         if num_bytes >= 5e5:  # omit rows that would be printed as 0.000

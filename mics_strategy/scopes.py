@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
     from mics_strategy.config import ShardConfig
 
-COLLECTIVES = {
+COLLECTIVES = {  # by role
     "param_all_gather": ALL_GATHER,
     "secondary_all_gather": ALL_GATHER,
     "param_sync": ALL_GATHER,
@@ -39,9 +39,11 @@ COLLECTIVES = {
     "second_hop_all_reduce": ALL_REDUCE,
     "outer_all_reduce": ALL_REDUCE,
 }
-ROLES = tuple(COLLECTIVES)[:-1]  # of a step; the outer step is none of its own
+ROLES = tuple(role for role in COLLECTIVES if role != "outer_all_reduce")  # of a step; the outer step is none
+GATHERS = tuple(role for role in ROLES if COLLECTIVES[role] == ALL_GATHER)
+REDUCTIONS = tuple(role for role in ROLES if role not in GATHERS)  # of gradients
 STREAMS = {  # roles by the stream, or queue, of their collectives
-    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
+    "gather": GATHERS,
     "reduce": ("grad_reduce_scatter",),
     "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce", "outer_all_reduce"),
 }
@@ -70,13 +72,16 @@ class Codecs:
         backward other parameters than the forward had. None for all-gathers of parameters that a param sync has brought
         as differences: quantized again, they would lose what the differences keep.
         """
-        if role == "secondary_all_gather" or (role == "param_all_gather" and self.has_differences):
-            return None
-        if role == "outer_all_reduce":
-            return self.outer
-        if role == "grad_reduce_scatter":
-            return self.first_hop
-        return self.second_hop if role.startswith("second_") else self.params
+        codecs = {
+            "param_all_gather": None if self.has_differences else self.params,
+            "secondary_all_gather": None,
+            "param_sync": self.params,
+            "grad_reduce_scatter": self.first_hop,
+            "second_hop_reduce_scatter": self.second_hop,
+            "second_hop_all_reduce": self.second_hop,
+            "outer_all_reduce": self.outer,
+        }
+        return codecs[role]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,21 @@ class Scopes:
     two_stages: HierarchicalThreshold = dataclasses.field(default_factory=HierarchicalThreshold)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
     num_islands: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees of the three model states."""
+        return {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+
+    @property
+    def short(self) -> str:
+        """The degrees as in "1/8/64"."""
+        return "/".join(map(str, self.degrees.values()))
+
+    @property
+    def phrase(self) -> str:
+        """The degrees as part of a sentence, in front of "ranks"."""
+        return f"parameters over {self.params}, gradients over {self.grads}, optimizer states over {self.optimizer}"
 
     @property
     def job_size(self) -> int:
@@ -335,7 +355,7 @@ def _codecs_of(config: ShardConfig) -> Codecs:
 
 def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
     """Fields of a configuration whose codec encodes nothing in this job."""
-    roles_by_field = {"weight_codec": ("param_all_gather", "param_sync"), "grad_codec": ROLES[3:]}
+    roles_by_field = {"weight_codec": ("param_all_gather", "param_sync"), "grad_codec": REDUCTIONS}
     routes = {name: [scopes.routes(role) for role in roles] for name, roles in roles_by_field.items()}
     return [
         name

@@ -54,8 +54,7 @@ class ShardingReport:
             for stored, (gathered, reduced) in self.dtypes.items()
         ]
         lines = [
-            f"mics_strategy, {self.requested}: parameters over {scopes.params}, gradients over {scopes.grads}, "
-            f"optimizer states over {scopes.optimizer} of {scopes.job_size} ranks ({nodes} of "
+            f"mics_strategy, {self.requested}: {scopes.phrase} of {scopes.job_size} ranks ({nodes} of "
             f"{scopes.ranks_per_node}).",
             *([f"'auto' chose {self.chosen}"] if self.chosen else []),
             f"{self.num_parameters:,} parameters in {self.num_units} units, "

@@ -92,10 +92,7 @@ def _plan_and_memory(recipe: Recipe, plan: BatchPlan) -> dict[str, list[str]]:
 def _plan(memory: RankMemory, plan: BatchPlan) -> Iterator[str]:
     engine = memory.engine
     scopes = engine.scopes
-    yield (
-        f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
-        f"ranks; {engine.num_units} units, {engine.num_communicators} communicators"
-    )
+    yield f"{scopes.phrase} ranks; {engine.num_units} units, {engine.num_communicators} communicators"
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in scopes.axes)
     yield f"axes, fastest first: {axes}" if axes else "one rank: nothing is sent"
     planned = engine.plan(plan.accumulation)

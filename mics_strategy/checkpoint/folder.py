@@ -89,13 +89,10 @@ def _copy_added_files(draft: Path, target: Path) -> None:
 
 
 def _manifest(draft: Path, models: Sequence[Sharded]) -> Manifest:
-    scopes = models[0].scopes if models else None
     return Manifest(
         step=models[0].steps_done if models else 0,
         world_size=dist.get_world_size(),
-        scopes={}
-        if scopes is None
-        else {"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
+        scopes=models[0].scopes.degrees if models else {},
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files=_entries(draft),

@@ -262,7 +262,7 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     manifest = Manifest(
         step=sharded.steps_done,
         world_size=scopes.job_size,
-        scopes={"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
+        scopes=scopes.degrees,
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},

@@ -305,8 +305,6 @@ class CoalescedCommunicator:
 class SizeDispatch:
     """Collectives over the same ranks that use one of two routes, by size.
 
-    Used like one `Communicator`.
-
     Shards have the same order on both routes. Both submit to the same thread or stream, so the order in which
     collectives are submitted is also kept between them.
 
@@ -331,30 +329,6 @@ class SizeDispatch:
     def for_bytes(self, full_bytes: int) -> Communicator:
         """The communicator for a full tensor of this size."""
         return self.flat if full_bytes < self._from_bytes else self.hierarchical
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """See `Communicator.all_gather`."""
-        return self.for_bytes(out.numel() * out.itemsize).all_gather(out, shard, label)
-
-    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """See `Communicator.reserve_all_gather`."""
-        self.for_bytes(self.size * numel * dtype.itemsize).reserve_all_gather(numel, dtype)
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, label: str) -> Work:
-        """See `Communicator.reduce_scatter`."""
-        return self.for_bytes(full.numel() * full.itemsize).reduce_scatter(out, full, accumulate, label)
-
-    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """See `Communicator.reserve_reduce_scatter`."""
-        self.for_bytes(full_numel * wire.itemsize).reserve_reduce_scatter(full_numel, wire, dtype)
-
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, label: str) -> Work:
-        """See `Communicator.all_reduce`."""
-        return self.for_bytes(tensor.numel() * wire.itemsize).all_reduce(tensor, wire, label)
-
-    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """See `Communicator.reserve_all_reduce`."""
-        self.for_bytes(numel * wire.itemsize).reserve_all_reduce(numel, wire, dtype)
 
 
 AnyCommunicator = Communicator | SizeDispatch

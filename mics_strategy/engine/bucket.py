@@ -305,8 +305,8 @@ class Bucket:
             shard: [shard_numel] in the compute dtype, what ranks have of this rank's shard.
         """
         comm = self.groups.exact_sync_comm
-        if comm is not None and self.param_shard is not None:
-            comm.all_gather(self.param_shard, shard, self.spec.name).wait()
+        if comm is not None and (full := self.param_shard) is not None:
+            comm.for_bytes(full.numel() * full.itemsize).all_gather(full, shard, self.spec.name).wait()
 
     def reference(self, position: int) -> torch.Tensor | None:
         """What all ranks have received of this rank's part of a parameter."""

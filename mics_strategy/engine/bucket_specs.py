@@ -19,10 +19,9 @@ from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.layout import BucketLayout, make_layout, num_first_hop_chunks, split_into_buckets
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan
 from mics_strategy.engine.schedule import first_hop_numel, full_numel, unshard_role
-from mics_strategy.scopes import COLLECTIVES, Scopes
+from mics_strategy.scopes import COLLECTIVES, REDUCTIONS, Scopes
 
 Piece = tuple[int, torch.dtype]  # elements and dtype
-REDUCTIONS = ("grad_reduce_scatter", "second_hop_reduce_scatter", "second_hop_all_reduce")
 OUTER_STATE = ("outer anchors", "outer momentum", "outer differences")
 NOTHING_TO_COALESCE = (
     "`coalesce=True`: no unit of this model can use coalesced collectives. They require a backend other than gloo, "

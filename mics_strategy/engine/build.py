@@ -21,7 +21,6 @@ from mics_strategy.comm.scratch import CollectiveShape
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.bucket_specs import (
-    REDUCTIONS,
     BucketRules,
     BucketSpec,
     ParamSpec,
@@ -42,7 +41,7 @@ from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.units import ParamRef, UnitSpec
-from mics_strategy.scopes import COLLECTIVES, Scopes
+from mics_strategy.scopes import COLLECTIVES, REDUCTIONS, Scopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -338,10 +338,9 @@ def _check_states(candidates: Sequence[Candidate], job: AutoJob) -> None:
         narrower = ", or `param_dtype='bfloat16'`" if param_dtype == _MASTER_DTYPE else ""
         raise NoFeasiblePlan(
             f"The model does not fit into the {job.memory_bytes / 1e9:.3g} GB of a rank: the smallest scopes, "
-            f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
-            f"of {job.world_size} ranks, need {smallest.memory.states_bytes / 1e9:.3g} GB for states and buffers, "
-            f"{over_bytes / 1e9:.3g} GB too many. Use more nodes{narrower}; or state numbers of ranks, to try "
-            "nevertheless."
+            f"{scopes.phrase} of {job.world_size} ranks, need {smallest.memory.states_bytes / 1e9:.3g} GB for states "
+            f"and buffers, {over_bytes / 1e9:.3g} GB too many. Use more nodes{narrower}; or state numbers of ranks, to "
+            "try nevertheless."
         )
 
 
@@ -370,9 +369,8 @@ def _explain(
     origin = " (assumed: `cluster` states others)" if config.cluster == "auto" else ""
     fits = chosen.memory.total_bytes <= limit_bytes
     lines = [
-        f"mics_strategy chose parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over "
-        f"{scopes.optimizer} ranks{copy}: {job.trained_numel / max(1, numel):.2%} of {numel:,} parameters are trained, "
-        f"on {links.num_nodes} nodes of {links.ranks_per_node} ranks.",
+        f"mics_strategy chose {scopes.phrase} ranks{copy}: {job.trained_numel / max(1, numel):.2%} of {numel:,} "
+        f"parameters are trained, on {links.num_nodes} nodes of {links.ranks_per_node} ranks.",
         f"Memory: {_needs(chosen)}, of {_budget(config, job)}.",
         f"Time: collectives and Adam's update, one after another, for {_micro_steps(config)} micro-steps{stated}, on "
         f"the links of {links.name}{origin}."
@@ -384,7 +382,7 @@ def _explain(
         rows.append(
             (
                 preset_of(found) or "",
-                f"{found.params}/{found.grads}/{found.optimizer}",
+                found.short,
                 str(found.secondary) if found.has_secondary else "",
                 f"{candidate.seconds:.3g}",
                 f"{candidate.memory.total_bytes / 1e9:.3g}",

@@ -330,10 +330,7 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
     if model.trained_share < 1:
         advised = ", ".join(advised_presets(model.trained_share))
         yield f"{model.trained_share:.2%} of the parameters are trained, for which PaRO advises {advised}"
-    yield (
-        f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
-        f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
-    )
+    yield f"{scopes.phrase} ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
     yield (
         f"{_counted(job.num_micro_steps, 'micro-step')} of {_counted(job.micro_batch, 'sample')}"
         f"{recompute_phrase(job.recompute)}"
@@ -370,7 +367,7 @@ def _point_row(point: Point, chosen: SimulatedStep) -> tuple[str, ...]:
     codecs = [str(codec) for codec in (job.config.weight_codec, job.config.grad_codec) if codec != "none"]
     seconds = f">{point.bound_s:.4g}" if point.step_s is None else f"{point.step_s:.4g}"
     return (
-        f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
+        scopes.short,
         str(scopes.secondary) if scopes.has_secondary else "",
         "+".join(codecs),
         str(job.micro_batch),
@@ -424,9 +421,7 @@ def _choices_json(job: Job) -> dict[str, Any]:
     """The choices of a point: scopes, codecs, micro-batch, recomputation."""
     scopes = job.scopes
     return {
-        "params": scopes.params,
-        "grads": scopes.grads,
-        "optimizer": scopes.optimizer,
+        **scopes.degrees,
         "secondary": scopes.secondary if scopes.has_secondary else None,
         "weight_codec": str(job.config.weight_codec),
         "grad_codec": str(job.config.grad_codec),

@@ -73,8 +73,7 @@ def communicators_decide(choice: Choice) -> Iterator[str]:
 
 
 def _name(point: Point) -> str:
-    scopes = point.job.scopes
-    return f"{scopes.params}/{scopes.grads}/{scopes.optimizer} with micro-batches of {point.job.micro_batch}"
+    return f"{point.job.scopes.short} with micro-batches of {point.job.micro_batch}"
 
 
 def _contenders(choice: Choice) -> list[Point]:
@@ -83,7 +82,7 @@ def _contenders(choice: Choice) -> list[Point]:
     fastest: dict[object, Point] = {}
     for point in sorted(fitting, key=lambda point: point.step_s or 0.0):
         scopes = point.job.scopes
-        fastest.setdefault((scopes.params, scopes.grads, scopes.optimizer, scopes.secondary), point)
+        fastest.setdefault((scopes.short, scopes.secondary), point)
     systems = [point for _, point in fastest_of_systems(choice) if point.step_s is not None]
     return list({id(point): point for point in (*[*fastest.values()][:_NUM_FASTEST], *systems)}.values())
 

@@ -76,13 +76,12 @@ def _changes(title: str, upgraded: Sequence[Upgrade], chosen: Choice, *notes: st
             lines.append(f"{upgrade.name}: {upgrade.reason}")
             continue
         step = upgrade.choice.step
-        scopes = step.job.scopes
         rows.append(
             (
                 upgrade.name,
                 upgrade.setting,
                 f"{speedup:.2f}x",
-                f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
+                step.job.scopes.short,
                 str(step.job.micro_batch),
                 recompute_word(step.job.recompute),
                 f"{step.step_s:.4g}",

@@ -19,11 +19,9 @@ from mics_strategy.engine.plan import BucketPlan
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.scopes import Scopes
+from mics_strategy.scopes import GATHERS, Scopes
 
 Buckets = tuple[BucketPlan, ...]  # of one unit
-
-_GATHERS = ("param_all_gather", "secondary_all_gather", "param_sync")
 
 
 class RoleTimes:
@@ -83,10 +81,10 @@ def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes, routes: Si
     for bucket in buckets:
         if not bucket.trainable and not _gathers_frozen(role, scopes):
             continue
-        dtype: torch.dtype = bucket.param_dtype if role in _GATHERS else bucket.wire_dtype
+        dtype: torch.dtype = bucket.param_dtype if role in GATHERS else bucket.wire_dtype
         numel = full_numel(role, bucket.layout, scopes)
         route = routes.for_bytes(numel * dtype.itemsize)
-        if role in _GATHERS:
+        if role in GATHERS:
             stages += all_gather_traffic(route, numel, dtype)
         elif role == "second_hop_all_reduce":
             stages += all_reduce_traffic(route, numel, dtype, bucket.sum_dtype)

@@ -383,11 +383,11 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     if memory.total_bytes - limit_bytes <= communicators:
         do.insert(0, f"measure the communicators, which count with {communicators / 1e9:.1f} GB, and state that")
     return (
-        f"No plan fits {limit_bytes / 1e9:.1f} GB on a rank of {job.cluster.world_size}: the smallest, parameters over "
-        f"{job.scopes.params}, gradients over {job.scopes.grads}, optimizer states over {job.scopes.optimizer} ranks, "
-        f"with micro-batches of {job.micro_batch}{' and recomputation' if job.recompute else ''}, needs "
-        f"{memory.total_bytes / 1e9:.1f} GB, of which {activations / 1e9:.1f} GB are activations: {over_gb:.1f} GB too "
-        f"many. To fit, {', '.join(do[:-1])}, or take {do[-1]}."
+        f"No plan fits {limit_bytes / 1e9:.1f} GB on a rank of {job.cluster.world_size}: the smallest, "
+        f"{job.scopes.phrase} ranks, with micro-batches of {job.micro_batch}"
+        f"{' and recomputation' if job.recompute else ''}, needs {memory.total_bytes / 1e9:.1f} GB, of which "
+        f"{activations / 1e9:.1f} GB are activations: {over_gb:.1f} GB too many. To fit, {', '.join(do[:-1])}, or take "
+        f"{do[-1]}."
     )
 
 

@@ -197,7 +197,7 @@ def advised_presets(trained_share: float) -> list[str]:
 def preset_of(scopes: Scopes) -> str | None:
     """The preset that has these scopes, or None; a partition is a node."""
     letters = {scopes.world_size: "g", scopes.ranks_per_node: "i", 1: "n"}
-    name = "paro-" + "".join(letters.get(degree, "?") for degree in (scopes.params, scopes.grads, scopes.optimizer))
+    name = "paro-" + "".join(letters.get(degree, "?") for degree in scopes.degrees.values())
     name = _SYSTEMS.get(name, name)
     if scopes.has_secondary:
         return "zeropp-hpz" if name == "zero3" else None

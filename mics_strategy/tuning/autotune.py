@@ -222,14 +222,15 @@ def collective_starter(collective: str, comm: AnyCommunicator, numel: int, devic
     """
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
     full = torch.zeros(numel * comm.size, dtype=_DTYPE, device=device)
+    sized = comm.for_bytes(full.numel() * full.itemsize)
     if collective == ALL_GATHER:
-        comm.reserve_all_gather(numel, _DTYPE)
-        return lambda: comm.all_gather(full, shard, _LABEL)
+        sized.reserve_all_gather(numel, _DTYPE)
+        return lambda: sized.all_gather(full, shard, _LABEL)
     if collective == REDUCE_SCATTER:
-        comm.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
-        return lambda: comm.reduce_scatter(shard, full, False, _LABEL)
-    comm.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
-    return lambda: comm.all_reduce(full, _DTYPE, _LABEL)
+        sized.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
+        return lambda: sized.reduce_scatter(shard, full, False, _LABEL)
+    sized.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
+    return lambda: sized.all_reduce(full, _DTYPE, _LABEL)
 
 
 def collectives_in_a_row(device: torch.device) -> int:

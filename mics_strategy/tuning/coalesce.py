@@ -220,11 +220,12 @@ def _all_gather_runs(
     params = layout.unpadded_views(_zeros(layout.unpadded_numel, dtype, device))
     flat_parts, param_parts = _copy_pairs(layout, flat, params)
     gather = coalesced_gather(coalesced, layout, [param.view(-1) for param in params], _LABEL)
-    comm.reserve_all_gather(shard.numel(), dtype)
+    sized = comm.for_bytes(flat.numel() * flat.itemsize)
+    sized.reserve_all_gather(shard.numel(), dtype)
     coalesced.reserve_all_gather(shard.numel(), dtype)
 
     def run_flat() -> None:
-        comm.all_gather(flat, shard, _LABEL).wait()
+        sized.all_gather(flat, shard, _LABEL).wait()
         torch._foreach_copy_(param_parts, flat_parts)
 
     return run_flat, lambda: gather(shard).wait()
@@ -239,12 +240,13 @@ def _reduce_scatter_runs(
     grads = [_zeros(shape.numel(), wire, device).view(shape) for shape in candidate.shapes]
     flat_parts, grad_parts = _copy_pairs(layout, flat, grads)
     coalesced_grads = CoalescedGrads(coalesced, layout, wire)
-    comm.reserve_reduce_scatter(flat.numel(), wire, out.dtype)
+    sized = comm.for_bytes(flat.numel() * flat.itemsize)
+    sized.reserve_reduce_scatter(flat.numel(), wire, out.dtype)
     coalesced.reserve_reduce_scatter(out.numel(), wire)
 
     def run_flat() -> None:
         torch._foreach_copy_(flat_parts, grad_parts)
-        comm.reduce_scatter(out, flat, False, _LABEL).wait()
+        sized.reduce_scatter(out, flat, False, _LABEL).wait()
 
     def run_coalesced() -> None:
         coalesced_grads.reduce_scatter(out, dict(enumerate(grads)), flat, False, _LABEL).wait()

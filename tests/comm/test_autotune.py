@@ -184,7 +184,7 @@ def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     both, found = groups.param_comm, []
     assert isinstance(both, SizeDispatch)
     for numel in (from_bytes // 16 - 1, from_bytes // 16):
-        both.all_gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
+        both.for_bytes(16 * numel).all_gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
         axes = sorted(sent.axis for sent in groups.traffic_log.drain())
         routes = groups.scopes.route("param_all_gather", 16 * numel)
         assert routes is not None
