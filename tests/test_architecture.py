@@ -30,8 +30,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
 CEILINGS = {  # lines, which may only fall
-    ("mics_strategy",): 40_574,
-    ("mics_strategy/engine", "mics_strategy/comm"): 19_573,
+    ("mics_strategy",): 40_567,
+    ("mics_strategy/engine", "mics_strategy/comm"): 19_566,
 }
 PARAMETERS = ", ".join("abcdef")
 SIXTEEN = " = ".join(f"self.a{i}" for i in range(16))

@@ -9,10 +9,11 @@ match.
 
 Where the transport needs no thread (streams on a GPU; a transport that has finished when it returns), tasks run inline.
 
-A task is a generator. Up to its first `yield` it waits for no rank: it encodes, and posts its first messages. So a
-thread starts a task while the one before it is on the wire, and only then finishes that one, unless both use the same
-memory. A rank always waits for its oldest collective, so no two ranks wait for each other. Inline, that part of a task
-may run on another stream than the rest (see `engine.streams`).
+A task is a generator. Up to its first `yield` it waits for no rank: it encodes, and posts its first messages. So,
+where a codec encodes, a thread starts a task while the one before it is on the wire, and only then finishes that one,
+unless both use the same memory; the workspace has two parts then (`Workspace.encodes_ahead`). Tasks without a codec run
+strictly one after the other. A rank always waits for its oldest collective, so no two ranks wait for each other.
+Inline, that part of a task may run on another stream than the rest (see `engine.streams`).
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class CommThread:
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
     """Run tasks until None arrives.
 
-    Each one that is queued starts before the one before it is finished. No reference is held between two tasks, so that
-    an unused queue can be freed.
+    One that encodes starts before the one before it is finished (`TaskSteps.can_start_ahead`). No reference is held
+    between two tasks, so that an unused queue can be freed.
     """
     with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:

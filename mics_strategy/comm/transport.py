@@ -14,6 +14,13 @@ A piece has a tag made from its collective. So the data of one collective never 
 ranks diverge, and gloo, which ends the process on a message of the wrong size, never receives one.
 
 Ranks of one node that can read one another's memory do not use gloo (see `peer_memory`).
+
+What differs between the two, and who asks:
+
+                                  gloo on CPUs              NCCL, and others
+    `blocks_host`                 a thread waits            a stream orders: `ProcessGroups.is_stream_ordered`
+    `sums_natively`               rows, added here          the backend adds: `algorithms.make_algorithm`
+    several tensors in a launch   no                        `CoalescedCommunicator`
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Gradients of one bucket and one backward, until the first hop takes them.
 
-Without a shared staging buffer, a gradient is kept only until the next one comes from another bucket.
+On gloo a unit borrows a flat buffer from a pool, because a thread sends it while the next unit computes: a gradient is
+kept only until the next one comes from another bucket. Where a stream runs collectives, all units share one buffer,
+`staging`. Gradients stay where autograd has stored them until their first hop, which copies them, on its stream; what a
+unit borrows then is empty.
 """
 
 from __future__ import annotations

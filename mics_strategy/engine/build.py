@@ -20,13 +20,7 @@ from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
 from mics_strategy.comm.scratch import CollectiveShape
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
-from mics_strategy.engine.bucket_specs import (
-    BucketRules,
-    BucketSpec,
-    ParamSpec,
-    collectives_of,
-    make_buckets,
-)
+from mics_strategy.engine.bucket_specs import BucketRules, BucketSpec, ParamSpec, collectives_of, make_buckets
 from mics_strategy.engine.feedback import make_feedback
 from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory

@@ -74,11 +74,11 @@ class CheckpointedRegions:
     """The checkpointed regions of one model.
 
     Attributes:
-        is_recomputing: Whether the engine has begun the recomputation that runs now.
+        engine_recomputes: Whether the engine has begun the recomputation that runs now.
     """
 
     def __init__(self) -> None:
-        self.is_recomputing = False
+        self.engine_recomputes = False
         self._by_hook: weakref.WeakKeyDictionary[Any, CheckpointedRegion] = weakref.WeakKeyDictionary()
 
     def begin_forward(self, unit: Unit) -> tuple[CheckpointedRegion, ...]:
@@ -101,11 +101,11 @@ class CheckpointedRegions:
 
     def recompute(self, region: CheckpointedRegion) -> bool:
         """See `CheckpointedRegion.recompute`."""
-        before, self.is_recomputing = self.is_recomputing, True
+        before, self.engine_recomputes = self.engine_recomputes, True
         try:
             return region.recompute()
         finally:
-            self.is_recomputing = before
+            self.engine_recomputes = before
 
 
 def _running_hooks() -> list[tuple[Any, Any]]:

@@ -33,13 +33,7 @@ from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.bucket_specs import casts_second_hop
 from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.feedback import GradFeedback, predivisor_of
-from mics_strategy.engine.lifecycle import (
-    ACCUMULATOR_TRANSITIONS,
-    AccumulatorState,
-    GradFlag,
-    GradFlags,
-    transition,
-)
+from mics_strategy.engine.lifecycle import ACCUMULATOR_TRANSITIONS, AccumulatorState, GradFlag, GradFlags, transition
 from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.schedule import first_hop_chunks

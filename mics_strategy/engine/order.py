@@ -143,7 +143,7 @@ class PendingBackwards:
 
     def recomputed_before_backward(self) -> ForwardCall | None:
         """The last call of a region that autograd recomputes; None where the engine began."""
-        if self.regions.is_recomputing:
+        if self.regions.engine_recomputes:
             return None
         for call in reversed(self.calls):
             if any(region.is_due and region.is_recomputing for region in call.regions):
@@ -177,43 +177,40 @@ class TrainingPass:
     forward.
 
     Attributes:
-        checkpointed: Indices of the units that ran without gradients.
+        without_graph: Indices of the units that ran without gradients, in reentrant checkpoints.
         recomputed: Those of them that were recomputed and whose backward has not ended.
-        following: Units that the backward needs after the one that it has reached, nearest first.
     """
 
-    checkpointed: set[int] = field(default_factory=set)
+    without_graph: set[int] = field(default_factory=set)
     recomputed: set[Unit] = field(default_factory=set)
-    following: list[Unit] = field(default_factory=list)
     _units: list[Unit] = field(default_factory=list)
     _behind: list[Unit] = field(default_factory=list)  # units after the last one reached
 
-    def record(self, unit: Unit, *, is_checkpointed: bool) -> None:
+    def record(self, unit: Unit, *, has_graph: bool) -> None:
         """Record the end of a forward."""
         self._units.append(unit)
-        if is_checkpointed:
-            self.checkpointed.add(unit.index)
+        if not has_graph:
+            self.without_graph.add(unit.index)
 
-    def reach(self, unit: Unit) -> None:
-        """The backward has reached a unit.
+    def reach(self, unit: Unit) -> list[Unit]:
+        """The backward has reached a unit. Returns those that it needs after it, nearest first.
 
         Units that the forward ran after it belong to the same checkpoint, unless they did at the last call already:
         then this backward skips them.
         """
         if unit not in self._units:
-            self.following = []
-            return
+            return []
         position = len(self._units) - 1 - self._units[::-1].index(unit)
         before, behind = self._units[:position], self._units[position + 1 :]
         if behind == self._behind:
             behind = []
         self._units, self._behind = before + behind, behind
-        self.following = list(dict.fromkeys([*behind, *reversed(before)]))
+        return list(dict.fromkeys([*behind, *reversed(before)]))
 
     def clear(self) -> None:
         """Start a new pass."""
-        self._units, self._behind, self.following = [], [], []
-        self.checkpointed.clear()
+        self._units, self._behind = [], []
+        self.without_graph.clear()
         self.recomputed.clear()
 
 

@@ -127,7 +127,7 @@ class Engine:
         unit = call.unit
         with self.ranges.post_forward(is_recomputed=call.is_recomputed):
             if self._training_forward is not None and not call.is_recomputed:
-                self._pass.record(unit, is_checkpointed=not torch.is_grad_enabled())
+                self._pass.record(unit, has_graph=torch.is_grad_enabled())
             if self._training_forward is unit:
                 self._training_forward = None
             unit.exit_forward()  # may refuse what the forward wrote
@@ -139,7 +139,7 @@ class Engine:
             has_backward = self.watch(call, outputs)
             if has_backward and not call.is_recomputed:
                 self._pending.push(call)
-            elif has_backward and unit.index in self._pass.checkpointed:
+            elif has_backward and unit.index in self._pass.without_graph:
                 self._pass.recomputed.add(unit)
 
     def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
@@ -196,7 +196,7 @@ class Engine:
             self._double_backward.end()
             self.reducer.end_backward()
             self.order.complete(followed_all=followed_all)
-            self._pending.skipped |= self._pass.checkpointed
+            self._pending.skipped |= self._pass.without_graph
             self._pass.clear()
             self._in_backward = False
             if self.overlap.second_hop_every_backward:
@@ -308,14 +308,13 @@ class Engine:
     def _next_units(self, current: Unit, *, is_recomputed: bool) -> list[Unit]:
         """The units that are needed after `current`, whose forward begins, nearest first."""
         if is_recomputed:
-            return self._reach(current) if current.index in self._pass.checkpointed else []
+            return self._reach(current) if current.index in self._pass.without_graph else []
         return [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)]
 
     def _reach(self, current: Unit) -> list[Unit]:
         """The backward has reached `current`. Returns the units that it needs after it, nearest first."""
-        if self._pass.checkpointed:
-            self._pass.reach(current)
-            return self._pass.following[: self.overlap.prefetch]
+        if self._pass.without_graph:
+            return self._pass.reach(current)[: self.overlap.prefetch]
         return self._pending.upcoming(self.overlap.prefetch)
 
     def _free_to_prefetch(self, current: Unit, upcoming: Iterable[Unit]) -> Iterator[Unit]:
@@ -344,7 +343,7 @@ class Engine:
         # units, and pending calls say it. Elsewhere ranks may differ, and only `turns`, on which they agreed, will do.
         turns = self._global_order.units[::-1]
         order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
-        ran = self._pass.checkpointed | self._pending.skipped
+        ran = self._pass.without_graph | self._pending.skipped
         idle = {unit.index for unit in self.units if unit.num_pending_calls == 0} - ran
         if self.reducer.begin_backward(order, idle, turns):
             self.order.forget_backward()
@@ -421,10 +420,8 @@ class Engine:
 
     def reset_after_error(self) -> None:
         """Clean up after a backward that an exception has ended. Autograd does not report it."""
-        if self._in_backward and not self.is_recomputing:
-            self._discard_backward()
-
-    def _discard_backward(self) -> None:
+        if not self._in_backward or self.is_recomputing:
+            return
         self._in_backward = False
         self._pass.clear()
         self._training_forward = None

@@ -75,20 +75,19 @@ def _pass(units: list[_Unit]) -> TrainingPass:
     """A pass in which the forwards of `units` have ended, in this order."""
     recorded = TrainingPass()
     for unit in units:
-        recorded.record(unit, is_checkpointed=True)
+        recorded.record(unit, has_graph=False)
     return recorded
 
 
 def _upcoming(recorded: TrainingPass, unit: _Unit, count: int = 9) -> list[int]:
-    recorded.reach(unit)
-    return [other.index for other in recorded.following[:count]]
+    return [other.index for other in recorded.reach(unit)[:count]]
 
 
 def test_checkpointed_units_are_recomputed_in_reverse() -> None:
     units = _units(4)
     recorded = _pass(units)
     assert [_upcoming(recorded, unit, 2) for unit in reversed(units)] == [[2, 1], [1, 0], [0], []]
-    assert recorded.checkpointed == {0, 1, 2, 3}
+    assert recorded.without_graph == {0, 1, 2, 3}
 
 
 def test_checkpoint_around_several_units_recomputes_them_in_the_order_of_the_forward() -> None:
