@@ -24,6 +24,7 @@ __all__ = [
     "Topology",
     "atomic_checkpoint_folder",
     "check_checkpoint",
+    "finish_delayed",
     "finish_saves",
     "is_checkpoint",
     "load_checkpoint",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
     from mics_strategy.config import ShardConfig
     from mics_strategy.engine.handle import Sharded
+    from mics_strategy.engine.optimizer.delayed import finish_delayed
     from mics_strategy.errors import (
         CheckpointError,
         CommunicationError,
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     )
     from mics_strategy.topology import Topology
 else:
-    _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle")
+    _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle", "engine.optimizer.delayed")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
 
     def __getattr__(name: str) -> object:

@@ -31,6 +31,7 @@ from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
+from mics_strategy.engine.optimizer.delayed import DelayedTarget
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
@@ -212,8 +213,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     )
     add_sharded_parameters(built_units, modules, context)
     engine = build_engine(built_units, plan, context)
-    target_class = OuterTarget if context.config.outer_every else OptimizerTarget
-    sharded = Sharded(model, context, engine, modules, target_class)
+    sharded = Sharded(model, context, engine, modules, _target_class(config))
     sharded.internals.set_references()
     if context.config.broadcast_buffers:
         sharded.buffers.synchronize_islands()
@@ -232,8 +232,17 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         context.groups.resources.connect()
     if (outer := outer_of(sharded)) is not None:
         outer.follow(sharded)
+    elif config.second_hop == "delayed":
+        for module in model.modules():
+            module.register_load_state_dict_post_hook(lambda *_: sharded.internals.target.restart())
     context.groups.traffic_log.drain()
     return sharded
+
+
+def _target_class(config: ShardConfig) -> type[OptimizerTarget]:
+    if config.second_hop == "delayed":
+        return DelayedTarget
+    return OuterTarget if config.outer_every else OptimizerTarget
 
 
 def _take_over_gradients(modules: list[UnitSpec], sharded: Sharded) -> None:

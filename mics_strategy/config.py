@@ -131,8 +131,10 @@ class ShardConfig:
         update_locality: Elements on which the update of one element depends, for optimizers that are not known:
             ``"element"`` (its own) or ``"tensor"`` (those of its tensor, which requires that ``optimizer_layout`` is
             ``"tensors"``). ``"auto"``: optimizers that are not known are refused.
-        second_hop: Time at which gradients are reduced beyond their scope: ``"boundary"`` (once per optimizer step) or
-            ``"micro_step"`` (after every backward, the schedule with which MiCS compares itself).
+        second_hop: Time at which gradients are reduced beyond their scope: ``"boundary"`` (once per optimizer step),
+            ``"micro_step"`` (after every backward, the schedule with which MiCS compares itself) or ``"delayed"``
+            (while the backwards of the next step compute, ACCO). The last one changes the algorithm of the training:
+            of two calls of `step` the second updates, with the gradients of both.
         overlap: Communication that may overlap compute: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce",
             "second_hop", "update"}``.
         prefetch: Number of units gathered ahead of the one in use. Each needs one more slot of the largest unit. The
@@ -218,7 +220,7 @@ class ShardConfig:
         check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         check_choice("update_locality", self.update_locality, ("auto", "element", "tensor"))
-        check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
+        check_choice("second_hop", self.second_hop, ("boundary", "micro_step", "delayed"))
         check_choice("check", self.check, ("none", "poison"))
         if isinstance(self.topology, Mapping):
             object.__setattr__(self, "topology", topology_of(self.topology))
@@ -245,6 +247,7 @@ class ShardConfig:
             raise ConfigError(f"`grad_codec_until={until!r}` is not a share of the training. Use 0.0 to 1.0.")
         check_outer(self.outer_every, {name: getattr(self, name) for name in ("outer_lr", "outer_momentum")})
         self._check_beside_outer()
+        self._check_delayed()
 
     def _check_hints(self) -> None:
         """Check what ``"auto"`` scopes and partitions depend on."""
@@ -284,6 +287,20 @@ class ShardConfig:
             )
         if self.outer_every and problem:
             raise ConfigError(f"`outer_every={self.outer_every}` is set, and {problem}, or outer_every=0.")
+
+    def _check_delayed(self) -> None:
+        """Refuse fields that delayed second hops do not support."""
+        grad_codec, problem = self.codec_of("grad_codec"), ""
+        if self.is_auto:
+            problem = "`params='auto'` chooses scopes for gradients that every step waits for. Name the scopes"
+        elif self.outer_every:
+            problem = f"`outer_every={self.outer_every}` lets nodes step alone. Use outer_every=0"
+        elif not {"second_hop", "update"}.issubset(self.overlap):
+            problem = "`overlap` leaves out 'second_hop' or 'update', which it needs. Use overlap='all'"
+        elif grad_codec is not None and grad_codec.feedback:
+            problem = "`grad_codec` has feedback, whose residuals belong to the step that sends. Use feedback=False"
+        if self.second_hop == "delayed" and problem:
+            raise ConfigError(f"`second_hop='delayed'` is set, and {problem}, or second_hop='boundary'.")
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""

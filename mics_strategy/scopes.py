@@ -324,7 +324,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         codecs=_codecs_of(config),
         num_islands=world_size // island,
     )
-    for check in (_check_differences, _check_codecs, _check_accumulation):
+    for check in (_check_differences, _check_codecs, _check_accumulation, _check_delayed):
         check(config, scopes)
     return scopes
 
@@ -334,6 +334,15 @@ def _check_world_size(config: ShardConfig, world_size: int) -> None:
         raise ConfigError(
             f"The configuration was planned for `world_size={config.world_size}` ranks, and the job has {world_size}. "
             "Plan again for this job, or set `world_size='any'` to keep the scopes."
+        )
+
+
+def _check_delayed(config: ShardConfig, scopes: Scopes) -> None:
+    if config.second_hop == "delayed" and scopes.grads == scopes.world_size:
+        raise ConfigError(
+            f"`second_hop='delayed'` has nothing to delay: `grads` is sharded over all {scopes.world_size} ranks of "
+            "this job, so that no second hop follows. Shard `grads` over fewer ranks, as 'mics' does on several "
+            "nodes, or use second_hop='boundary'."
         )
 
 

@@ -29,6 +29,7 @@ class ShardingReport:
         added_bytes: Bytes that each further micro-step adds to them.
         outer_every: Optimizer steps of each island between two outer steps; 0 for none.
         outer_bytes: Bytes that this rank sends in an outer step.
+        is_delayed: Whether second hops are delayed.
     """
 
     requested: str
@@ -44,6 +45,7 @@ class ShardingReport:
     added_bytes: Mapping[str, int]
     outer_every: int = 0
     outer_bytes: int = 0
+    is_delayed: bool = False
 
     def __str__(self) -> str:
         scopes, total_bytes = self.scopes, sum(self.bytes_by_purpose.values())
@@ -69,6 +71,11 @@ class ShardingReport:
             lines.append(
                 f"{scopes.num_islands} islands of {scopes.world_size} ranks step alone; every {self.outer_every} steps "
                 f"an outer step sends {_size(self.outer_bytes)}. This is not the algorithm of synchronous training."
+            )
+        if self.is_delayed:
+            lines.append(
+                "Second hops are delayed: of two calls of `step` the second updates, with the gradients of both. This "
+                "is not the algorithm of synchronous training."
             )
         return "\n".join(lines)
 

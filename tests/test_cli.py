@@ -32,6 +32,7 @@ OPTIONS = {
         *("model", "--nodes", "--ranks-per-node", "--nodes-per-switch", "--preset", "--partition-size", "--params"),
         *("--grads", "--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
         "--outer-every",
+        "--second-hop",
         *(
             "--param-dtype",
             "--reduce-dtype",

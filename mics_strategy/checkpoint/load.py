@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.delayed import load_delayed
 from mics_strategy.checkpoint.feedback import FeedbackSource
 from mics_strategy.checkpoint.islands import SavedIsland, check_islands, load_outer, saved_island
 from mics_strategy.checkpoint.manifest import Manifest
@@ -108,6 +109,7 @@ class OpenCheckpoint:
             self._read_into(references)
             saved = self._metadata.state_dict_metadata
             load_outer(self._manifest, sharded, self._read_into, saved, has_optimizers=bool(optimizers))
+            load_delayed(sharded, self._read_into, saved if optimizers else ())
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         restore_references(sharded, references)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.checkpoint import atomic, shard_report
+from mics_strategy.checkpoint.delayed import add_delayed
 from mics_strategy.checkpoint.feedback import add_feedback
 from mics_strategy.checkpoint.islands import add_islands, check_same_step, with_islands
 from mics_strategy.checkpoint.manifest import Manifest
@@ -246,6 +247,7 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
 def _make_planner(
     sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> ShardedSavePlanner:
+    sharded.internals.target.show_committed()
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
         sharded.internals.warn_pending_gradients()
@@ -253,6 +255,7 @@ def _make_planner(
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
         local.values.update(references_of(sharded))
+        add_delayed(local, sharded)
     add_islands(local, sharded, has_optimizers=bool(optimizers))
     return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 

@@ -26,7 +26,6 @@ from mics_strategy.engine.optimizer.kinds import check_same_kind, has_states_els
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-from mics_strategy.outer.target import outer_of
 
 StateDict = dict[str, Any]
 Optimizers = Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -314,8 +313,7 @@ class LoadTarget:
         """Apply the loaded values. Parameters and tensor buffers were already read in place."""
         model = self._sharded.model
         others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
-        if (outer := outer_of(self._sharded)) is not None:
-            outer.restart()  # until the round of the checkpoint is read
+        self._sharded.internals.target.restart()  # until the round of the checkpoint is read
         if others:
             model.load_state_dict(others, strict=False)
         self._sharded.mark_modified()

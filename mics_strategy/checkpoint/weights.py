@@ -24,7 +24,7 @@ from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-from mics_strategy.outer.target import outer_of, restart_round
+from mics_strategy.outer.target import outer_of
 
 Rename = Callable[[str], str | None]
 _EXTRA_STATE = "_extra_state"  # torch's name of the value of `get_extra_state`
@@ -100,7 +100,7 @@ def load_weights(
         values = run_on_all_ranks(lambda: as_checkpoint_error(root, read))
     finally:
         sharded.mark_modified()
-    restart_round(sharded)
+    sharded.internals.target.restart()
     if values:
         sharded.model.load_state_dict(values, strict=False)
     return difference

@@ -22,6 +22,7 @@ from mics_strategy.engine.schedule import first_hop_numel, full_numel, unshard_r
 from mics_strategy.scopes import COLLECTIVES, REDUCTIONS, Scopes
 
 Piece = tuple[int, torch.dtype]  # elements and dtype
+DELAYED_STATE = ("delayed sums", "delayed means", "kept means", "tentative parameters")
 OUTER_STATE = ("outer anchors", "outer momentum", "outer differences")
 NOTHING_TO_COALESCE = (
     "`coalesce=True`: no unit of this model can use coalesced collectives. They require a backend other than gloo, "
@@ -228,6 +229,18 @@ def outer_pieces(bucket: BucketSpec) -> dict[str, Piece]:
     numel, master, wide = bucket.layout.shard_numel, bucket.master_dtype, bucket.sum_dtype
     dtypes = (master, wide) if master == wide else (master, wide, wide)  # differences in the masters' own memory
     return {purpose: (numel, dtype) for purpose, dtype in zip(OUTER_STATE, dtypes, strict=False)}
+
+
+def delayed_pieces(bucket: BucketSpec, scopes: Scopes) -> dict[str, Piece]:
+    """The memory of delayed hops and tentative steps of a trainable bucket, by purpose; see `delayed_hops`."""
+    layout, mean = bucket.layout, (bucket.layout.shard_numel, bucket.sum_dtype)
+    own_mean = {} if scopes.grads == scopes.optimizer else {"delayed means": mean}
+    return {
+        "delayed sums": (layout.numel_at(scopes.grads), bucket.accum_dtype),
+        **own_mean,
+        "kept means": mean,
+        "tentative parameters": (layout.shard_numel, bucket.master_dtype),
+    }
 
 
 def residual_numels(bucket: BucketSpec, scopes: Scopes) -> dict[str, int]:

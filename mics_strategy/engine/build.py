@@ -21,6 +21,7 @@ from mics_strategy.comm.scratch import CollectiveShape
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.bucket_specs import BucketRules, BucketSpec, ParamSpec, collectives_of, make_buckets
+from mics_strategy.engine.delayed_hops import DelayedHops, make_delayed
 from mics_strategy.engine.feedback import make_feedback
 from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
@@ -30,7 +31,8 @@ from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.plan import ROOT_NAME
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
-from mics_strategy.engine.schedule import USAGE_DTYPE
+from mics_strategy.engine.schedule import USAGE_DTYPE, second_hop_order
+from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
@@ -192,8 +194,9 @@ def build_engine(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> 
         streams=streams,
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
-        overlap_second_hop="second_hop" in overlap,
+        overlap_second_hop="second_hop" in overlap and config.second_hop != "delayed",
         boundary=AccumulationBoundary(predicts=_has_overlapping_second_hop(context)),
+        second_hops=_second_hops(gradients, streams.second_hop, buffers, context),
         desync_check=DesyncCheck(
             buffers.usage,
             context.groups,
@@ -220,8 +223,18 @@ def _has_overlapping_second_hop(context: BuildContext) -> bool:
     """Whether a backward that is predicted to be the last one may start second hops."""
     config, groups = context.config, context.groups
     has_second_hop = groups.outer_grad_comm is not None or groups.replica_comm is not None
-    is_excluded = config.second_hop == "micro_step" or "second_hop" not in config.overlap
+    is_excluded = config.second_hop != "boundary" or "second_hop" not in config.overlap
     return groups.grad_comm is not None and has_second_hop and not is_excluded
+
+
+def _second_hops(
+    gradients: dict[int, list[GradBucket]], stream: OpStream, buffers: ReducerBuffers, context: BuildContext
+) -> SecondHops:
+    in_order = {index: gradients[index] for index in second_hop_order(gradients)}
+    if context.config.second_hop == "delayed":
+        delayed = make_delayed(gradients.values(), context.memory, context.device)
+        return DelayedHops(stream, buffers.second_hop, in_order, delayed)
+    return SecondHops(stream, buffers.second_hop, in_order)
 
 
 def _pool(purpose: str, staging: Staging, context: BuildContext) -> StagingPool:

@@ -130,6 +130,7 @@ class Sharded:
         check_not_traced()
         self._step_hooks.reset_after_error()
         target = self._target
+        target.pre_forward(is_training=self.model.training)
         if target.is_check_due:
             target.is_check_due = not guards.check_parameters_unchanged(self.model, self._names_by_id)
         if target.is_step_over and self.model.training and torch.is_grad_enabled():
@@ -141,6 +142,7 @@ class Sharded:
         self._target.is_step_over = False
         if self.grad_codec_steps is not None and self.steps_done >= self.grad_codec_steps:
             self.grad_codec_steps = None
+            self._engine.reducer.wait()
             self._groups.disable_grad_codecs()
 
     @property
@@ -270,6 +272,7 @@ class Sharded:
             added_bytes={axis: longer.sent_bytes(axis) - num_bytes for axis, num_bytes in sent.items()},
             outer_every=config.outer_every,
             outer_bytes=with_outer.sent_bytes() - plan.sent_bytes(),
+            is_delayed=config.second_hop == "delayed",
         )
 
     @property
@@ -344,6 +347,7 @@ class Sharded:
             on rank 0's CPU.
         """
         self._groups.agree_on(None, "full_state_dict (call it on every rank)")
+        self._target.show_committed()
         self.buffers.synchronize()
         return state.full_state_dict(self.model)
 

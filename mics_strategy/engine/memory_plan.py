@@ -21,6 +21,7 @@ from mics_strategy.comm.scratch import comm_layout, workspace_bytes
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket_specs import (
+    DELAYED_STATE,
     OUTER_STATE,
     BucketSpec,
     Piece,
@@ -29,6 +30,7 @@ from mics_strategy.engine.bucket_specs import (
     casts_each_gather,
     casts_second_hop,
     collectives_of,
+    delayed_pieces,
     needs_flat_gather,
     outer_pieces,
     residual_numels,
@@ -138,7 +140,11 @@ class MemoryPlan:
         sizes = {purpose: self._sum(partial(self._piece_bytes, purpose)) for purpose in ARENAS}
         if scopes.num_islands > 1:
             for purpose in OUTER_STATE:
-                sizes[purpose] = self._sum(partial(_outer_bytes, purpose), of_trainable=True)
+                sizes[purpose] = self._sum(partial(_bytes_of, outer_pieces, purpose), of_trainable=True)
+        if self._config.second_hop == "delayed":
+            pieces = partial(delayed_pieces, scopes=scopes)
+            for purpose in DELAYED_STATE:
+                sizes[purpose] = self._sum(partial(_bytes_of, pieces, purpose), of_trainable=True)
         sizes["slots"] = sum(self.slot_bytes.values())
         sizes["poisoned parameters"] = sum(self.poisoned_bytes[unit.kind] for unit in self.units)
         residuals = partial(_num_residuals, scopes=scopes)
@@ -296,8 +302,8 @@ def _flat_bytes(bucket: BucketSpec) -> int:
     return aligned_bytes((bucket.layout.full_numel, bucket.param_dtype))
 
 
-def _outer_bytes(purpose: str, bucket: BucketSpec) -> int:
-    numel, dtype = outer_pieces(bucket).get(purpose, (0, bucket.master_dtype))
+def _bytes_of(pieces: Callable[[BucketSpec], dict[str, Piece]], purpose: str, bucket: BucketSpec) -> int:
+    numel, dtype = pieces(bucket).get(purpose, (0, bucket.master_dtype))
     return numel * dtype.itemsize
 
 

@@ -27,7 +27,7 @@ from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import StagingPool
 from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
-from mics_strategy.engine.schedule import RepeatedHops, second_hop_order
+from mics_strategy.engine.schedule import RepeatedHops
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain, Streams, current_stream
 from mics_strategy.engine.unit import Unit
@@ -70,6 +70,7 @@ class Reducer:
         overlap_second_hop: Whether a second hop may start before the last backward has ended.
         desync_check: Check that all ranks submit the same collectives.
         boundary: Whether the present backward is the last one before the optimizer step.
+        second_hops: Second hops of one optimizer step.
         is_dirty: Whether a backward has begun since gradients were last finished.
     """
 
@@ -82,16 +83,12 @@ class Reducer:
     overlap_second_hop: bool
     desync_check: DesyncCheck
     boundary: AccumulationBoundary
+    second_hops: SecondHops
     is_dirty: bool = False
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _order: FirstHopOrder = field(default_factory=FirstHopOrder)
     _first_hops: deque[tuple[Unit, list[OpChain]]] = field(default_factory=deque)  # in flight
     _collecting: GradBucket | None = None  # that has received the last gradients
-    _second_hops: SecondHops = field(init=False)
-
-    def __post_init__(self) -> None:
-        in_order = {index: self.gradients[index] for index in second_hop_order(self.gradients)}
-        self._second_hops = SecondHops(self.streams.second_hop, self.buffers.second_hop, in_order)
 
     @property
     def holds_gradients(self) -> bool:
@@ -116,7 +113,7 @@ class Reducer:
         self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
         agreed = self.desync_check.agreed_units  # a unit that no rank runs must not hold up those behind it
         trained = [unit.index for unit in turns if self._expected[unit.index]]
-        self._second_hops.begin_backward(
+        self.second_hops.begin_backward(
             gradient for index in trained if agreed is None or index in agreed for gradient in self.gradients[index]
         )
         self.launch(self._order.take_due())
@@ -149,7 +146,7 @@ class Reducer:
         """
         gradient, self._collecting = self._collecting, None
         if gradient is not None:
-            self._second_hops.wait(gradient)
+            self.second_hops.wait(gradient)
             gradient.collected.join_streams()
             gradient.copy_kept()
 
@@ -226,7 +223,7 @@ class Reducer:
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
                 for gradient in gradients:
-                    self._second_hops.wait(gradient)
+                    self.second_hops.wait(gradient)
                     gradient.collected.join_streams()
                 if gradients[0].collected.state is not GradBufferState.FILLING:
                     self._bind_buffer(unit, self.buffers.zero_grads(), is_zero=True)
@@ -239,9 +236,9 @@ class Reducer:
                 # A second hop waits for first hops on its own stream or thread, not for what the host does next. First
                 # hops of one stream end in order, so that the last one stands for those of other units.
                 for gradient in self.gradients[unit.index]:
-                    self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-                    for due in self._second_hops.take_turns(gradient):
-                        self._second_hops.start(due, chains[-1:])
+                    self.second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
+                    for due in self.second_hops.take_turns(gradient):
+                        self.second_hops.start(due, chains[-1:])
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
             self._finish_first_hops(len(self._first_hops) - num_in_flight)
 
@@ -270,7 +267,7 @@ class Reducer:
         self.desync_check.raise_if_desynced()
         self.finish_first_hops()
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
-        hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
+        hops, counts, difference = self.second_hops, self.buffers.usage, self.desync_check.replicas.difference()
         units = self._order.take_started()
         progress = RankProgress(
             due=hops.due,
@@ -280,25 +277,23 @@ class Reducer:
         usage = UsedParamMap(counts, gradients, self.groups, progress, difference)
         usage.wait()
         self.desync_check.record(units)  # before hops that ranks which differ would wait for without end
-        hops.start_due(usage)
-        hops.wait_all()
-        hops.expose(usage)
+        hops.finish(usage)
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
         self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.agreed_units is not None)
-        return dataclasses.replace(self._second_hops.end_step(), first_hops=self._order.end_step())
+        return dataclasses.replace(self.second_hops.end_step(), first_hops=self._order.end_step())
 
     def wait(self) -> None:
         """Wait for all hops in flight, and for second hops due right behind them."""
         self.finish_first_hops()
-        self._second_hops.wait_all()
+        self.second_hops.wait_all()
 
     def zero_grad(self, gradient: GradBucket, position: int, *, is_kept: bool) -> None:
         """Drop one parameter's gradient, with its parts in flight. `is_kept` is that of `GradBucket`."""
         if self._first_hops:
             self.finish_first_hops()
-        self._second_hops.drop(gradient, position)
+        self.second_hops.drop(gradient, position)
         gradient.zero_grad(position, is_kept=is_kept)
 
     def end_interrupted_backward(self) -> None:

@@ -158,6 +158,16 @@ class SecondHops:
         self._early.clear()
         self._dropped.clear()
 
+    def finish(self, usage: UsedParamMap) -> None:
+        """Start what is due, wait for all, and show finished gradients.
+
+        Args:
+            usage: What the small all-reduce of the step says.
+        """
+        self.start_due(usage)
+        self.wait_all()
+        self._expose(usage)
+
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns hops that others followed."""
         hops = [
@@ -171,7 +181,7 @@ class SecondHops:
         self._num_backwards = 0
         return RepeatedHops(hops=tuple(hops), usage_reductions=usage_reductions)
 
-    def expose(self, usage: UsedParamMap) -> None:
+    def _expose(self, usage: UsedParamMap) -> None:
         """Show finished gradients on the parameters that any rank has used."""
         for gradient in self._finished:
             if gradient.state is AccumulatorState.SHARDED:

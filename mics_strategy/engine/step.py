@@ -66,6 +66,7 @@ class Engine:
 
     Attributes:
         order: Order of units that the first training pass recorded.
+        global_order: Order of units that all ranks share.
         on_gradients: Called when gradients have become final.
         ranges: Ranges of the step, for profiles.
     """
@@ -87,7 +88,7 @@ class Engine:
         self.on_gradients: Callable[[], None] = lambda: None
         self._resources = resources
         self._pending = PendingBackwards()
-        self._global_order = GlobalOrder(units)
+        self.global_order = GlobalOrder(units)
         self._clock = 0  # counts beginnings and ends of forwards; see [Note: The clock of a backward] in `order`
         self._in_backward = False
         self._pass = TrainingPass()
@@ -132,7 +133,7 @@ class Engine:
                 self._training_forward = None
             unit.exit_forward()  # may refuse what the forward wrote
             if unit.index == 0 and self.overlap.keeps_params_unsharded:
-                for other in self._global_order.take_rest():  # other ranks may have needed them
+                for other in self.global_order.take_rest():  # other ranks may have needed them
                     other.start_unshard(self._resources)
             self._clock += 1
             call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
@@ -214,12 +215,12 @@ class Engine:
             return False
         with self.ranges.in_engine():
             if self.overlap.keeps_params_unsharded:
-                for unit in self._global_order.take_rest():
+                for unit in self.global_order.take_rest():
                     unit.start_unshard(self._resources)
-            if not self._global_order.is_agreed:
+            if not self.global_order.is_agreed:
                 self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
                 island = self.reducer.groups.island
-                self._global_order.agree(island.gather_objects(self.order.forward_units, "units that ran"))
+                self.global_order.agree(island.gather_objects(self.order.forward_units, "units that ran"))
             self.reducer.finish()
             self.settle_params()
             self.on_gradients()
@@ -250,7 +251,7 @@ class Engine:
                 parameter.mics_link.settle_gradient(parameter.mics_position)
         self._pending.clear()
         self._pass.clear()
-        self._global_order.restart()
+        self.global_order.restart()
         for unit in self.units:
             unit.reshard_if_changed()
             if self.overlap.sync_at_once:
@@ -289,7 +290,7 @@ class Engine:
     def _start_unshard(self, units: Iterable[Unit]) -> None:
         """Start all-gathers, each behind those that other ranks may need before it."""
         for unit in units:
-            due = [*self._global_order.take_until(unit), unit] if self.overlap.keeps_params_unsharded else (unit,)
+            due = [*self.global_order.take_until(unit), unit] if self.overlap.keeps_params_unsharded else (unit,)
             for due_unit in due:
                 due_unit.start_unshard(self._resources)
 
@@ -341,7 +342,7 @@ class Engine:
         self._pending.mark_earliest_enters()
         # All ranks must start first hops in one order. Where parameters and gradients are sharded, all run the same
         # units, and pending calls say it. Elsewhere ranks may differ, and only `turns`, on which they agreed, will do.
-        turns = self._global_order.units[::-1]
+        turns = self.global_order.units[::-1]
         order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
         ran = self._pass.without_graph | self._pending.skipped
         idle = {unit.index for unit in self.units if unit.num_pending_calls == 0} - ran

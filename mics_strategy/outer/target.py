@@ -139,8 +139,8 @@ class OuterTarget(OptimizerTarget):
                         "on some ranks alone. Load optimizers with the model, or the same values on all ranks."
                     )
 
+    @override
     def restart(self) -> None:
-        """Let the next step begin a round: parameters were loaded, the same on all islands."""
         self._has_anchor, self._is_late, self.num_in_round = False, False, 0
 
     def resume(self, num_in_round: int) -> None:
@@ -202,12 +202,6 @@ class OuterTarget(OptimizerTarget):
                         f"`{sharded.mics_name}` was frozen after `shard()`, and the momentum of the outer step would "
                         "still move it. Freeze it before `shard()`, or use outer_every=0."
                     )
-
-
-def restart_round(sharded: Sharded) -> None:
-    """See `OuterTarget.restart`; nothing without `outer_every`."""
-    if (outer := outer_of(sharded)) is not None:
-        outer.restart()
 
 
 def outer_of(sharded: Sharded) -> OuterTarget | None:

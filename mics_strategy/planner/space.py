@@ -78,22 +78,27 @@ def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
     Raises:
         ConfigError: The engine refuses the configuration in this job.
     """
-    _refuse_outer(config)
+    _refuse_other_algorithms(config)
     topology = topology_of(cluster)
     return resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
 
 
-def _refuse_outer(config: ShardConfig) -> None:
+def _refuse_other_algorithms(config: ShardConfig) -> None:
     if config.outer_every:
         raise ConfigError(
             f"`outer_every={config.outer_every}` is another algorithm than the synchronous training that the planner "
             "predicts and compares. Plan with outer_every=0; `mics estimate --outer-every` counts memory."
         )
+    if config.second_hop == "delayed":
+        raise ConfigError(
+            "`second_hop='delayed'` is another algorithm than the synchronous training that the planner predicts and "
+            "compares. Plan with second_hop='boundary'; `mics estimate --second-hop delayed` counts memory."
+        )
 
 
 def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
     """Every configuration of the space that the engine accepts in this job."""
-    _refuse_outer(space.base)
+    _refuse_other_algorithms(space.base)
     topology, world_size = topology_of(cluster), cluster.world_size
     base = space.base.replace(topology=topology, world_size=world_size)
     topology.check_world(world_size)

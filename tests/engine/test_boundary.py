@@ -334,7 +334,7 @@ def early_hops_beside_an_unused_unit(ctx: RankContext, preset: str) -> list[int]
     early = []
     for _ in range(4):
         run.backward()
-        early.append(len(run.sharded._engine.reducer._second_hops._early))
+        early.append(len(run.sharded._engine.reducer.second_hops._early))
         run.step()
     return early
 

@@ -139,7 +139,7 @@ def ended_second_hops(ctx: RankContext, preset: str) -> list[int]:
     """Second hops that have ended while the host stood still in the backward, between two layers."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     sharded = shard(model, ShardConfig.preset(preset, topology=NODES), units=[nn.Linear])
-    second_hops, num_ended = sharded._engine.reducer._second_hops, []
+    second_hops, num_ended = sharded._engine.reducer.second_hops, []
 
     def wait(_: torch.Tensor) -> None:
         until = time.monotonic() + 20

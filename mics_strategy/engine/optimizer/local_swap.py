@@ -239,6 +239,7 @@ class LocalParamSwap:
             return
         if TensorMemory.has_checks:
             _check_assigned(parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        self.target.begin_body(self._optimizer)
         for group in self._optimizer.param_groups:
             group["params"] = self._locals_of(group["params"])
         for exchange in self.exchanges:

@@ -100,6 +100,12 @@ class StepHooks:
         if target is not None:
             _check_not_stale(optimizer, target.sharded_param_for)
 
+    def check_steps_others(self, optimizer: Optimizer) -> None:
+        """Raise for an optimizer that steps another one, if this model does not support it."""
+        target = self._target()
+        if target is not None:
+            target.check_steps_others(optimizer)
+
     def reset_after_error(self) -> None:
         """Swap out of optimizers whose step raised. Collective. Called before new gradients are accumulated."""
         for swap in list(self._swaps.values()):
@@ -190,7 +196,10 @@ def _before_body(optimizer: Optimizer, *_: Any) -> None:
             return
         _check_no_foreign_params(optimizer)
     check_param_groups_only(optimizer)
-    if not stepped_by(optimizer):
+    if stepped_by(optimizer):
+        for model in models:
+            model.check_steps_others(optimizer)
+    else:
         pre_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
         post_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
         pre_hooks[_OWN_KEY], post_hooks[_OWN_KEY] = _swap_in, _swap_out

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.traffic import StageTraffic
@@ -107,6 +108,25 @@ class OptimizerTarget:
         buckets = [bucket for unit in self.engine.units for bucket in unit.trainable_buckets]
         owned = assign_owners_by_bucket(buckets, set(parameters), self._owners, self._groups.scopes.optimizer)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
+
+    def pre_forward(self, *, is_training: bool) -> None:
+        """A forward of the model begins.
+
+        Args:
+            is_training: Whether the model is in training mode.
+        """
+
+    def begin_body(self, optimizer: Optimizer) -> None:
+        """The body of a step begins, or goes on. The optimizer holds sharded parameters."""
+
+    def check_steps_others(self, optimizer: Optimizer) -> None:
+        """Raise for an optimizer that steps another one, if that is not supported."""
+
+    def show_committed(self) -> None:
+        """Let parameters be those of the last optimizer step that counts. Local."""
+
+    def restart(self) -> None:
+        """Parameters were loaded, the same on all ranks: forget what depends on those of before."""
 
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         """Record that an optimizer has changed its parameters.
