@@ -80,6 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "outer-30-warm": {**_ISLANDS, "outer_every": 30},
     "outer-30-warm-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
+    "delayed": {**_ISLANDS, "second_hop": "delayed"},  # every second step updates
     "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
     "int2-nodes-both": {
         "grad_codec": Codec(bits=2, block_size=128, rotation=True, feedback=True),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mics_strategy import ShardConfig, Sharded, load_checkpoint, save_checkpoint, shard
+from mics_strategy import ShardConfig, Sharded, finish_delayed, load_checkpoint, save_checkpoint, shard
 from recipes.batch import BatchPlan
 from recipes.config import Recipe
 from recipes.data.loaders import TrainLoader, ValidationLoader
@@ -97,6 +97,10 @@ def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, e
             group["lr"] = _learning_rate(recipe, step)
         job.optimizer.step()
         job.optimizer.zero_grad()
+        if step + 1 == num_steps and finish_delayed(job.sharded):
+            job.sharded.clip_grad_norm_(recipe.optimizer.clip_norm)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
         if step in configs:
             sent_bytes = sum(item.sent_bytes for item in job.sharded.plan.collectives)
         if (step + 1) % every == 0 or step + 1 == num_steps:

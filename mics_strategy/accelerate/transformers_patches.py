@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.func import functional_call
 
-from mics_strategy import CheckpointError, Sharded, load_weights
+from mics_strategy import CheckpointError, Sharded, finish_delayed, load_weights
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.comm.consensus import run_on_all_ranks, run_on_files
@@ -41,7 +41,7 @@ HandleLookup = Callable[[nn.Module], Sharded | None]
 
 
 def patch_trainers(sharded_of_model: HandleLookup) -> None:
-    """Patch the imported Trainers: full saves, loads, evaluation. Idempotent.
+    """Patch the imported Trainers: full saves, loads, evaluation, the end of a training. Idempotent.
 
     Args:
         sharded_of_model: Returns the handle of a sharded model, and None for others.
@@ -51,7 +51,25 @@ def patch_trainers(sharded_of_model: HandleLookup) -> None:
     if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
         return
     module.Trainer.save_model = _save_full(module.Trainer.save_model)
+    module.Trainer.train = _to_the_end(module.Trainer.train, sharded_of_model)
     module.load_sharded_checkpoint = _load_into_shards(module.load_sharded_checkpoint, sharded_of_model)  # type: ignore[attr-defined]
+
+
+def _to_the_end(stock: Callable[..., Any], sharded_of_model: HandleLookup) -> Callable[..., Any]:
+    """A `train` in which the gradients that delayed second hops have left make a last step."""
+
+    @functools.wraps(stock)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        sharded = sharded_of_model(self.model)
+        if sharded is not None and not sharded.internals.pending_micro_steps and finish_delayed(sharded):
+            if self.args.max_grad_norm:
+                sharded.clip_grad_norm_(self.args.max_grad_norm)
+            getattr(self.optimizer, "optimizer", self.optimizer).step()  # past the loss scale of an accelerator's
+            self.optimizer.zero_grad()
+        return result
+
+    return train
 
 
 def _prepare_for_eval(model: nn.Module, accelerator: Any) -> nn.Module:

@@ -272,10 +272,12 @@ class MemoryPlan:
 
     @property
     def second_hop_staging(self) -> Staging:
-        """Copies of sums in the wire dtype."""
+        """Copies of sums in the wire dtype: for two hops in flight, and for all where they are delayed."""
         cast = [bucket for bucket in self._buckets if bucket.trainable and casts_second_hop(bucket, self._scopes)]
         largest = max((b.layout.numel_at(self._scopes.grads) * b.wire_dtype.itemsize for b in cast), default=0)
-        return Staging(count=2, num_bytes=largest)
+        is_delayed = self._config.second_hop == "delayed"
+        count = self._sum(partial(casts_second_hop, scopes=self._scopes), of_trainable=True) if is_delayed else 2
+        return Staging(count=count, num_bytes=largest)
 
     @property
     def usage_numel(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, finish_delayed, shard
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoints import TrainerCheckpointMixin
 from mics_strategy.lightning.framework import (
@@ -294,6 +294,18 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- ending -----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self) -> None:
+        """Let the gradients that delayed second hops have left make a last step."""
+        super().on_train_end()
+        module, trainer = self._module, self._trainer
+        is_between = self.sharded.internals.pending_micro_steps > 0  # the fit was stopped in an accumulation
+        if module.automatic_optimization and not is_between and finish_delayed(self.sharded):
+            (optimizer,) = self.optimizers
+            module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            optimizer.step()
+            optimizer.zero_grad()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -27,6 +27,7 @@ class Loop:
         skipped: Steps whose optimizer is not called, behind final gradients.
         dropped: Steps whose gradients are cleared before they are final.
         leaves_out: Steps that leave out a layer.
+        by_rank: Whether only ranks with an odd number leave it out.
         finishes: Whether the gradients that are left make a last step.
     """
 
@@ -38,10 +39,15 @@ class Loop:
     skipped: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     leaves_out: tuple[int, ...] = ()
+    by_rank: bool = False
     finishes: bool = False
 
     def micro_steps(self, step: int) -> int:
         return self.accumulation[step % len(self.accumulation)]
+
+    def layer_left_out(self, step: int, rank: int) -> int:
+        """The number of a layer; -1 for none."""
+        return 1 if step in self.leaves_out and (rank % 2 or not self.by_rank) else -1
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
         if self.optimizer == "muon":
@@ -59,10 +65,10 @@ def window(model: Net, loop: Loop, step: int, *, adds_in_node_first: bool, nodes
 
     With `adds_in_node_first` a node adds the gradients of its ranks in every micro-step.
     """
-    model.left_out = 1 if step in loop.leaves_out else -1
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def grads_of(rank: int, micro: int) -> list[Tensor | None]:
+        model.left_out = loop.layer_left_out(step, rank)
         loss = loss_of(model, batch(step, micro, rank), loop.micro_steps(step))
         return [*torch.autograd.grad(loss, [*trained.values()], allow_unused=True)]
 

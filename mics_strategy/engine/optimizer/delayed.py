@@ -57,7 +57,10 @@ class SavedStates:
             for group in optimizer.param_groups
         ]
         for key, state in states.items():
-            optimizer.state[key] = {name: _copied(value, key) for name, value in state.items()}
+            is_by_name = isinstance(state, dict)
+            optimizer.state[key] = (
+                {name: _copied(value, key) for name, value in state.items()} if is_by_name else _copied(state, key)
+            )
         return cls(optimizer, states, options)
 
     def restore(self) -> None:
@@ -182,6 +185,9 @@ class DelayedTarget(OptimizerTarget):
         self.show_committed()
         if not self.hops.has_pending:
             return False
+        for delayed in self.hops.delayed:
+            for parameter in delayed.bucket.sharded_params:
+                parameter.grad = None
         self.hops.expose_last()
         return True
 
@@ -196,7 +202,7 @@ def finish_delayed(sharded: Sharded) -> bool:
     """Expose gradients that no committed step has used, behind the last step of a training. Collective.
 
     With ``second_hop="delayed"`` those of the last one or two windows are left, without a loss scale. Clip them, call
-    `step` of the optimizer (not a scaler's) and `zero_grad`. Trainer and Accelerator do it by themselves.
+    `step` of the optimizer (not a scaler's) and `zero_grad`. The Trainers of Lightning and transformers do so.
 
     Args:
         sharded: Model, with any `second_hop`.
