@@ -278,7 +278,7 @@ def _is_exact(item: Measured, workload: Workload) -> bool:
         config = ShardConfig.preset(item.entry.name)
         fields = {**{name: getattr(config, name) for name in _CODECS}, **fields}
     is_plain = all(fields.get(name) in (None, "none", "auto", "float32") for name in (*_CODECS, *_DTYPES))
-    is_plain &= not fields.get("outer_every")
+    is_plain &= not fields.get("outer_every") and fields.get("second_hop") != "delayed"
     return is_plain and workload.dtype == "float32" and item.entry.name != COMPUTE
 
 
