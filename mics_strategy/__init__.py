@@ -18,6 +18,7 @@ __all__ = [
     "NoFeasiblePlan",
     "OpenCheckpoint",
     "PendingSave",
+    "Recovery",
     "ShapeError",
     "ShardConfig",
     "Sharded",
@@ -63,10 +64,12 @@ if TYPE_CHECKING:
         NoFeasiblePlan,
         ShapeError,
     )
+    from mics_strategy.recovery.attempt import Recovery
     from mics_strategy.topology import Topology
 else:
     _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle", "engine.optimizer.delayed")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
+    _HOMES += ("recovery.attempt",)
 
     def __getattr__(name: str) -> object:
         """Import a public name where it is first used."""

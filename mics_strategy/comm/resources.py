@@ -38,6 +38,7 @@ from mics_strategy.comm.transport import (
     GlooTransport,
     Transport,
     backend_of,
+    cancel_group,
     is_point_to_point,
     make_transport,
     timeout_of,
@@ -323,6 +324,31 @@ def new_group(
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _on_gloo: weakref.WeakSet[CommResources] = weakref.WeakSet()
 _num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def cancel_collectives() -> None:
+    """Fail the collectives in flight of all groups of this process, also of those that a script has made.
+
+    They fail on the other ranks of the groups as well. From any thread. For models on gloo.
+    """
+    for transport in [transport for resources in list(_on_gloo) for transport in list(resources._transports)]:
+        transport.cancel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        cancel_group(group)
+
+
+def abandon_groups() -> None:
+    """End the communication threads, and destroy all groups of this process, of which ranks were lost.
+
+    Not collective. Behind `cancel_collectives`.
+    """
+    for resources in list(_on_gloo):
+        resources.close()
+        _on_gloo.discard(resources)
+    if (world := dist.group.WORLD) is not None:
+        _groups.pop(world, None)
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0  # part of names; also if the default group could not be made
 
 
 def _count_models() -> int:

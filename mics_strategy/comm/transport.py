@@ -298,15 +298,21 @@ class GlooTransport(Transport):
         """
         for peer in self._connections.values():
             peer.cancel()
-        for other in self._others:  # until one is alive: where none is, nothing waits
-            with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
-                self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
+        cancel_group(self.group)
 
     @override
     def close(self) -> None:
         for peer in self._connections.values():
             peer.close()
         super().close()
+
+
+def cancel_group(group: dist.ProcessGroup) -> None:
+    """Fail the operations in flight of a group on gloo, on all of its ranks. From any thread."""
+    for step in range(1, group.size()):  # until one is alive: where none is, nothing waits
+        with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
+            other = (group.rank() + step) % group.size()
+            group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 class BackendTransport(Transport):

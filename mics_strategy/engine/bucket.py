@@ -204,6 +204,13 @@ class Bucket:
             self._comms[role] = None if comm is None else comm.for_bytes(full_bytes)
         self._zero_copy = plan_in_place_gather(self._comms[unshard_role(groups.scopes)], spec, self.unsharded.views)
 
+    def rebind(self, groups: ProcessGroups) -> None:
+        """Use other process groups, with the shard as it is. What was gathered from it no longer counts."""
+        sharded_params, writes, memory = self.sharded_params, self.writes, (self.param_shard, self.secondary_shard)
+        self.unsharded.reshard()
+        Bucket.__init__(self, self.spec, groups, self.master_shard, *memory, self.unsharded)
+        self.sharded_params, self.writes = sharded_params, writes
+
     @property
     def version(self) -> int:
         """Version of the parameters, which grows whenever one of them may have changed.

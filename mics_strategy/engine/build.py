@@ -39,6 +39,8 @@ from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.units import ParamRef, UnitSpec
 from mics_strategy.scopes import COLLECTIVES, REDUCTIONS, Scopes
 
+Gradients = dict[int, list[GradBucket]]  # of the trainable buckets, by unit index
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
@@ -180,10 +182,24 @@ def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: 
         unit.register_sharded({entry.name: entry.aliases for entry in module.parameters})
 
 
-def build_engine(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> Engine:
-    """The engine of `units`, with all buffers of all-gathers and reductions."""
+def build_engine(
+    units: list[Unit],
+    plan: MemoryPlan,
+    context: BuildContext,
+    engine: Engine | None = None,
+    gradients: Gradients | None = None,
+) -> Engine:
+    """The engine of `units`, with all buffers of all-gathers and reductions.
+
+    Args:
+        units: The units.
+        plan: Their memory.
+        context: See `BuildContext`.
+        engine: Engine to build again in place, so that hooks which refer to it stay valid; None for a new one.
+        gradients: Its gradients, which are also built again; None for new ones.
+    """
     config, overlap = context.config, context.config.overlap
-    gradients = _gradients(units, plan, context)
+    gradients = _gradients(units, plan, context, gradients)
     streams = Streams(context.device, context.groups.scopes)
     buffers = _reducer_buffers(gradients, plan, context)
     _allocate_workspaces(units, context)
@@ -205,7 +221,8 @@ def build_engine(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> 
             ),
         ),
     )
-    return Engine(
+    engine = Engine.__new__(Engine) if engine is None else engine
+    engine.__init__(  # type: ignore[misc]
         units,
         reducer,
         BackwardCount(reducer),
@@ -217,6 +234,7 @@ def build_engine(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> 
             keeps_params_unsharded=context.groups.param_comm is None,
         ),
     )
+    return engine
 
 
 def _has_overlapping_second_hop(context: BuildContext) -> bool:
@@ -250,8 +268,10 @@ def _gather_resources(plan: MemoryPlan, stream: OpStream, context: BuildContext)
     )
 
 
-def _gradients(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> dict[int, list[GradBucket]]:
-    """The gradients of the buckets of each unit that has any."""
+def _gradients(
+    units: list[Unit], plan: MemoryPlan, context: BuildContext, former: Gradients | None = None
+) -> Gradients:
+    """The gradients of the buckets of each unit that has any. Former ones are built again in place."""
     buckets = [bucket for unit in units for bucket in unit.trainable_buckets]
     specs = [bucket.spec for bucket in buckets]
     accumulators = [own for own in _arena("gradients", specs, plan, context) if own is not None]
@@ -262,9 +282,15 @@ def _gradients(units: list[Unit], plan: MemoryPlan, context: BuildContext) -> di
         GradMemory(accumulator=accumulator, result=result, result_cast=cast, feedback=feedback)
         for accumulator, result, cast, feedback in zip(accumulators, results, casts, feedbacks, strict=True)
     ]
-    grad_buckets = map(GradBucket, buckets, memories, _shared_staging(specs, plan, context))
+    stagings = iter(zip(buckets, memories, _shared_staging(specs, plan, context), strict=True))
+    if former is not None:
+        for gradient in (gradient for of_unit in former.values() for gradient in of_unit):
+            GradBucket.__init__(gradient, *next(stagings))
+        return former
     return {
-        unit.index: [next(grad_buckets) for _ in unit.trainable_buckets] for unit in units if unit.trainable_buckets
+        unit.index: [GradBucket(*next(stagings)) for _ in unit.trainable_buckets]
+        for unit in units
+        if unit.trainable_buckets
     }
 
 

@@ -66,7 +66,8 @@ class Sharded:
         self._units = engine.units
         self._target = target_class(engine, context, self._link(modules))
         self._step_hooks = StepHooks(self._target)
-        self.internals = Internals(engine, context.groups, self._target, self._step_hooks)
+        depths = [module.depth for module in modules]
+        self.internals = Internals(engine, context, depths, self._target, self._step_hooks)
         self.buffers = ModuleBuffers(model, context, engine)
         self._profile: Profile | None = None
         self._forward_hooks = install(engine, weakref.WeakMethod(self._pre_forward))

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch.optim import Optimizer
 
-from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.feedback import GradFeedback
 from mics_strategy.engine.optimizer.step import StepHooks
 from mics_strategy.engine.optimizer.target import OptimizerTarget
@@ -25,11 +25,22 @@ class Internals:
         target: Engine's side of its optimizer steps.
         step_hooks: Hooks around its optimizer steps.
         units: Units in module order, the root first.
+        context: What the engine was built with.
+        depths: Number of units around each unit.
     """
 
-    def __init__(self, engine: Engine, groups: ProcessGroups, target: OptimizerTarget, step_hooks: StepHooks) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        context: BuildContext,
+        depths: list[int],
+        target: OptimizerTarget,
+        step_hooks: StepHooks,
+    ) -> None:
         self.engine = engine
-        self.groups = groups
+        self.context = context
+        self.depths = depths
+        self.groups = context.groups
         self.target = target
         self.step_hooks = step_hooks
         self.units = engine.units

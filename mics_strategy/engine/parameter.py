@@ -7,11 +7,13 @@ ranks in any training loop. Setting `grad` to None clears the accumulators.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import _foreach_supported_types
@@ -259,10 +261,35 @@ def make_sharded_parameter(
     sharded.mics_index = placement.index
     sharded.mics_random, sharded.mics_origin = placement.random, tensor.mics_origin
     if requires_grad:
-        cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, tensor))  # keeps no parameter
+        cast("Any", torch.Tensor).register_hook(sharded, functools.partial(_mean_like, tensor))  # keeps no parameter
     sharded.mics_memory = TensorMemory(writes)
     sharded.mics_number = next(_numbers)
     return sharded
+
+
+def _mean_like(tensor: ExactDTensor, grad: torch.Tensor) -> torch.Tensor | None:
+    return mean_gradient(grad, tensor)
+
+
+def move_to_mesh(tensor: DTensor, mesh: DeviceMesh) -> None:
+    """Let a tensor that is sharded over one dimension of its mesh be sharded so over another mesh.
+
+    Args:
+        tensor: Tensor, whose local part stays.
+        mesh: Mesh in which this rank has the same shard; its dimensions are named as those of the former one.
+    """
+    former = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    placements = tuple(former.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
+    tensor._spec = DTensorSpec(mesh, placements, tensor._spec.tensor_meta)
+
+
+def move_parameter(sharded: ShardedParameter, mesh: DeviceMesh) -> None:
+    """Move a parameter to another mesh; see `move_to_mesh`. Its gradient is dropped."""
+    sharded.raw_grad = None
+    move_to_mesh(sharded, mesh)
+    hooks: dict[int, Any] = sharded._backward_hooks or {}  # only the own one: others are refused
+    for hook in hooks.values():
+        move_to_mesh(hook.args[0], mesh)
 
 
 def grad_as_dtensor(

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.aliases import Alias
 from mics_strategy.engine.autograd import UnshardedParameter, check_not_traced
 from mics_strategy.engine.bucket import Bucket
@@ -265,6 +266,18 @@ class Unit:
         self.num_pending_calls = 0
         self.phase = UnitPhase.IDLE
         self._restore_sharded()
+
+    def restart(self, groups: ProcessGroups) -> None:
+        """Drop a pass that is in progress, and what was gathered; use other process groups from now on."""
+        self.discard()
+        self._pending_unshard = None
+        self.unshard_state = UnshardState.SHARDED
+        self.earliest_enter = self.backward_enter = -1
+        self.slot.resident, self.slot.users = None, ()
+        for bucket in self.buckets:
+            bucket.rebind(groups)
+            for parameter in bucket.unsharded.params:
+                parameter.raw_grad = None
 
     def register_sharded(self, aliases: Mapping[str, Iterable[Alias]]) -> None:
         """Register the sharded parameters, whatever is registered now.

@@ -59,6 +59,11 @@ class StepHooks:
         self._swaps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
         _all_models[self] = None
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers that have stepped on this model, were adopted or loaded."""
+        return list(self._swaps)
+
     def swap_of(self, optimizer: Optimizer) -> LocalParamSwap:
         """The swap of `optimizer` on this model, with owners assigned to whole tensors."""
         swap = self._swaps.get(optimizer)

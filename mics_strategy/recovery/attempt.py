@@ -1,0 +1,258 @@
+"""Optimizer steps that are run again when a rank was lost.
+
+All ranks pass a barrier behind the reductions and the clipping of a step, right in front of the first optimizer's
+update. A rank that has passed it knows that every rank has reached it, with final gradients; what follows, the update
+of its own shards, needs no other rank. So when a rank dies, either some rank has passed the barrier, and all others
+update as well, or none has, and all run the step again from its beginning.
+
+            forward  backward  second hop  clipping | barrier | update of shards, scheduler   next forward
+    lost in  --------- run again without it --------|         |------ the step counts, continue without it -----
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+from torch.optim import Optimizer
+
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources, abandon_groups
+from mics_strategy.comm.transport import backend_of, timeout_of
+from mics_strategy.comm.work import DEVICE_ERRORS
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.module_buffers import LARGE_BYTES
+from mics_strategy.engine.rebuild import rebuild
+from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError, MiCSError
+from mics_strategy.recovery.membership import Agreement, Membership, own_client
+from mics_strategy.recovery.peer_sockets import PeerSockets
+from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, shrink
+
+_BARRIER_TAG = 1
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt of an optimizer step.
+
+    Attributes:
+        completed: Whether the step counts, known behind the attempt. If not, run it again.
+    """
+
+    completed: bool = False
+
+
+class Recovery:
+    """Lets training go on in the same processes when ranks die. Collective.
+
+    The ranks that are left have a copy of all states, in their memory, and continue with it. A lost rank takes its node
+    along, and its partition group. The mean of gradients is over the ranks that are left: the global batch is smaller.
+
+    Args:
+        sharded: Model, the only one of this process.
+        optimizers: Its optimizers.
+        lost_after_s: Silence after which a process counts as lost, seconds. A process is silent while a call holds the
+            interpreter's lock.
+
+    Raises:
+        ConfigError: The job has no second copy of the states, or uses something that cannot be recovered.
+
+    Cost:
+        A barrier per optimizer step; two small requests to the job's store every 0.2 s. A copy of the model's buffers.
+    """
+
+    def __init__(self, sharded: Sharded, optimizers: Iterable[Optimizer], *, lost_after_s: float = 5.0) -> None:
+        optimizers = list(optimizers)
+        store = dist.distributed_c10d._get_default_store()
+        run_on_all_ranks(lambda: _check(sharded, optimizers, lost_after_s))
+        client = own_client(store)
+        sockets = PeerSockets(dist.get_rank(), client)
+        greetings = gather_objects((uuid.uuid4().hex, sockets.address), "Recovery")
+        job = greetings[0][0], [address for _, address in greetings]
+        self._sharded = sharded
+        self._backend = dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
+        self._timeout = timeout_of(dist.group.WORLD, "cpu")
+        self._membership = Membership(dist.get_rank(), job, sockets, lost_after_s, self._timeout)
+        weakref.finalize(self, self._membership.close)  # at the end of the process as well
+        self._agreement: Agreement | None = None  # on a loss behind which groups are to be made again
+        self._has_committed: bool | None = None  # in this attempt; None outside of attempts
+        self._buffers = _BufferCopies(sharded.model)
+        self._hooks = [optimizer.register_step_pre_hook(self._commit) for optimizer in optimizers]
+        is_of_rank_0 = isinstance(client, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if dist.get_rank() == 0 and is_of_rank_0:
+            print("`Recovery`: rank 0 holds the store of this job, which ends with it.", flush=True)
+
+    @contextmanager
+    def attempt(self) -> Iterator[Attempt]:
+        """Run one optimizer step, of all its micro-steps, in this context.
+
+        When a rank is lost, the context ends early, without an error, once the other ranks are ready to continue. Ranks
+        have other numbers then. Random generators of torch and buffers of the model are as before, unless the step
+        counts.
+
+        Yields:
+            The attempt, which says behind the context whether the step counts.
+
+        Raises:
+            CommunicationError: No complete copy of the states is left, or this rank's node or partition group has lost
+                a rank.
+        """
+        attempt, steps = Attempt(), self._membership.steps
+        random_state = torch.get_rng_state()
+        self._buffers.save()
+        self._has_committed = False
+        try:
+            yield attempt
+            attempt.completed = True
+        except Exception as error:
+            if not self._may_be_loss(error):
+                raise
+            agreement = self._agreement or self._agree()
+            if not agreement.lost and not isinstance(error, CommunicationError):
+                raise
+            attempt.completed = self._membership.steps > steps
+        finally:
+            self._has_committed = None
+        if self._agreement is not None:
+            self._regroup()
+            if not attempt.completed:
+                torch.set_rng_state(random_state)
+                self._buffers.restore()
+
+    def close(self) -> None:
+        """End the watch over other processes. Call it when the training has ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._membership.close()
+
+    def _may_be_loss(self, error: Exception) -> bool:
+        """Whether an error in an attempt may be of a lost rank."""
+        if self._membership.has_failed or isinstance(error, CommunicationError):
+            return True
+        return isinstance(error, RuntimeError) and not isinstance(error, (MiCSError, *DEVICE_ERRORS))
+
+    def _agree(self) -> Agreement:
+        """End all collectives, and agree on who goes on, and from which step."""
+        self._membership.fail(self._membership.generation)
+        abandon_groups()
+        self._agreement = self._membership.agree()
+        self._membership.steps = self._agreement.steps
+        return self._agreement
+
+    def _commit(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before an optimizer's step: pass the barrier behind which the step counts."""
+        if self._has_committed is None:
+            raise LifecycleError("An optimizer stepped outside of `Recovery.attempt()`. Step inside of it.")
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise ConfigError(
+                f"`{type(optimizer).__name__}.step` got a closure, which runs backwards in the middle of a step. "
+                "`Recovery` needs steps without one."
+            )
+        is_next = self._sharded.internals.engine.finish_gradients()
+        if self._has_committed:
+            if is_next:
+                raise LifecycleError(
+                    "A second backward and optimizer step began in one `Recovery.attempt()`, of which only the first "
+                    "would be kept when a rank is lost. Use an attempt for each."
+                )
+            return
+        group, steps = self._sharded.internals.groups.world_group, self._membership.steps
+        try:
+            if group is not None:
+                group.transport.barrier(_BARRIER_TAG)
+            self._membership.steps = steps + 1
+        except RuntimeError as error:
+            if self._agree().steps == steps:
+                raise CommunicationError(f"A rank was lost in front of an optimizer's step: {error}.") from error
+        self._has_committed = True
+
+    def _regroup(self) -> None:
+        """Make process groups of the ranks that are left. Another rank may be lost meanwhile."""
+        while (agreement := self._agreement) is not None:
+            self._agreement = None
+            members = remaining(self._membership.members, agreement.lost, block_size(self._sharded.scopes))
+            self._check_stays(members, agreement)
+            self._membership.begin(members)
+            try:
+                rebuild(self._sharded, self._membership.run_until_failure(self._make_groups))
+            except RuntimeError:
+                if not self._agree().lost:
+                    raise
+
+    def _make_groups(self) -> ProcessGroups:
+        membership = self._membership
+        rank, world_size = membership.members.index(membership.number), len(membership.members)
+        dist.init_process_group(
+            self._backend, store=membership.store, rank=rank, world_size=world_size, timeout=self._timeout
+        )
+        scopes = shrink(self._sharded.scopes, world_size)
+        return ProcessGroups(scopes, CommResources(world_size, self._sharded.device), seed=0)
+
+    def _check_stays(self, members: list[int], agreement: Agreement) -> None:
+        number, lost = self._membership.number, ", ".join(map(str, agreement.lost))
+        if number in members:
+            return
+        self.close()
+        if not members:
+            raise CommunicationError(
+                f"Processes {lost} were lost, and no complete copy of the states is left: every node, or group of "
+                f"{self._sharded.scopes.optimizer} ranks that shard optimizer states, has lost one. Start the job "
+                "again from its newest checkpoint."
+            )
+        raise CommunicationError(
+            f"Processes {lost} were lost, and process {number} shares a node or a partition group with one of them. "
+            f"The {len(members)} ranks of whole ones go on; this process leaves."
+        )
+
+
+def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float) -> None:
+    check_recoverable(sharded.config, sharded.scopes)
+    if not lost_after_s > 0:
+        raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        raise ConfigError(f"`optimizers={optimizers}` are no optimizers. Pass a list of those of the model.")
+    if sharded.device.type != "cpu" or backend_of(dist.group.WORLD, "cpu") != "gloo":
+        raise ConfigError(f"`Recovery` needs a model on the CPU and gloo; this one is on {sharded.device}. Restart.")
+    if sharded.internals.groups.resources.watchdog.num_models > 1:
+        raise ConfigError("`Recovery` needs one sharded model in a process, and this one has several.")
+
+
+class _BufferCopies:
+    """Copies of the buffers of a model, of before an attempt.
+
+    Torch does not count the writes of all kernels (those of BatchNorm), so small buffers are copied each time.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copies: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def save(self) -> None:
+        """Copy the buffers, large ones only if they were written to since they were copied."""
+        for name, buffer in self._model.named_buffers():
+            version, copy = self._copies.get(name, (-1, buffer))
+            is_large = buffer.numel() * buffer.itemsize >= LARGE_BYTES
+            if not is_large or version != buffer._version or copy.shape != buffer.shape:
+                self._copies[name] = buffer._version, buffer.detach().clone()
+
+    def restore(self) -> None:
+        """Bring back what was written to since."""
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                version, copy = self._copies[name]
+                if version != buffer._version or copy.numel() * copy.itemsize < LARGE_BYTES:
+                    buffer.copy_(copy)
+                    self._copies[name] = buffer._version, copy

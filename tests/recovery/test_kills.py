@@ -1,0 +1,123 @@
+"""Ranks die by SIGKILL, and the others continue as a job that had only them from that step on.
+
+One program runs all jobs of this file, whose ranks are real processes (see `job`).
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recovery.job import Case, Scenario, check_case, run_all
+
+pytestmark = pytest.mark.interpreter
+LATE_S = 60.0
+
+
+def kills(ranks: Iterable[int], step: int, point: str) -> dict[str, tuple[int, str]]:
+    return {str(rank): (step, point) for rank in ranks}
+
+
+def node_dies(point: str, *, node: int = 1, continues_at: int = 3, **fields: Any) -> Case:
+    """Two nodes of two ranks, of which one dies in step 3."""
+    dying, living = ((2, 3), (0, 1)) if node else ((0, 1), (2, 3))
+    scenario = Scenario(name=fields.pop("name", f"node-{point}"), kills=kills(dying, 3, point), **fields)
+    return Case(scenario=scenario, survivors=living, continues_at=continues_at)
+
+
+FAST = [
+    node_dies("backward"),
+    node_dies("barrier"),
+    node_dies("update", continues_at=4),
+    Case(
+        scenario=Scenario(name="rank", kills=kills([3], 3, "hop"), lost_after_s=LATE_S),
+        survivors=(0, 1),
+        continues_at=3,
+    ),
+    Case(
+        scenario=Scenario(
+            name="twice", world_size=6, kills=kills([4, 5], 2, "forward") | kills([2], 4, "clip"), lost_after_s=LATE_S
+        ),
+        survivors=(0, 1),
+        continues_at=4,
+        before=((2, 4),),
+    ),
+]
+NO_COPY_LEFT = Scenario(name="no-copy", kills=kills([0, 3], 3, "forward"))
+PRESETS = ("mics", "hsdp", "ddp", "paro-nii", "paro-nni", "paro-ini")
+SLOW = [
+    *(node_dies(point) for point in ("forward", "hop", "clip", "step")),
+    node_dies("end", continues_at=4),
+    node_dies("backward", node=0, name="first-node"),
+    node_dies("backward", num_micro_steps=3, name="micro-steps"),
+    node_dies("backward", has_buffers=True, name="buffers"),
+    *(node_dies("backward", preset=preset, name=f"preset-{preset}") for preset in PRESETS[1:]),
+    Case(scenario=Scenario(name="stopped", kills=kills([3], 3, "stop")), survivors=(0, 1), continues_at=3),
+    Case(
+        scenario=Scenario(name="ddp-rank", preset="ddp", world_size=3, ranks_per_node=3, kills=kills([1], 3, "hop")),
+        survivors=(0, 2),
+        continues_at=3,
+    ),
+    *(
+        Case(
+            scenario=Scenario(
+                name=f"in-{point}", world_size=6, kills=kills([4, 5], 2, "forward") | kills([2, 3], 2, point)
+            ),
+            survivors=(0, 1),
+            continues_at=2,
+        )
+        for point in ("agreement", "regroup")
+    ),
+]
+
+
+def run_cases(cases: Iterable[Case], folder: Path, *others: Scenario) -> dict[str, dict[int, Any]]:
+    return run_all([s for case in cases for s in (*case.references, case.scenario)] + [*others], folder)
+
+
+@pytest.fixture(scope="module")
+def fast_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
+    return run_cases(FAST, tmp_path_factory.mktemp("fast"), NO_COPY_LEFT)
+
+
+@pytest.fixture(scope="module")
+def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.parametrize("case", FAST, ids=[case.scenario.name for case in FAST])
+def test_the_others_continue_bitwise(case: Case, fast_results: dict[str, dict[int, Any]]) -> None:
+    check_case(case, fast_results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=[case.scenario.name for case in SLOW])
+def test_the_others_continue_bitwise_everywhere(case: Case, slow_results: dict[str, dict[int, Any]]) -> None:
+    check_case(case, slow_results)
+
+
+def test_a_death_shows_by_its_connection_long_before_silence_would(fast_results: dict[str, dict[int, Any]]) -> None:
+    """Two jobs have `lost_after_s=60`, on two busy cores."""
+    assert all(max(fast_results["rank"][rank]["seconds"]) < LATE_S / 3 for rank in (0, 1))
+
+
+def test_a_neighbor_of_a_dead_rank_leaves_and_says_why(fast_results: dict[str, dict[int, Any]]) -> None:
+    error = fast_results["rank"][2]["error"]
+    assert "Processes 3 were lost, and process 2 shares a node or a partition group with one of them" in error
+
+
+def test_without_a_complete_copy_all_end_and_say_why(fast_results: dict[str, dict[int, Any]]) -> None:
+    results = fast_results["no-copy"]
+    assert sorted(results) == [1, 2]
+    for result in results.values():
+        assert "Processes 0, 3 were lost, and no complete copy of the states is left" in result["error"]
+
+
+def test_the_example_of_the_page_survives_its_second_node() -> None:
+    command = [sys.executable, "-m", "tests.recovery.page"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert output.count("finished with 2 ranks") == 2
+    assert "exit codes [0, 0, -9, -9]" in output
