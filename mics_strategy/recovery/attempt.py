@@ -51,12 +51,35 @@ class Attempt:
 
     completed: bool = False
 
+    def micro_batches(self, count: int) -> list[tuple[int, float]]:
+        """The micro-batches that this rank runs in this step, of `count` that the job has on any number of ranks.
+
+        Ranks take turns. Where `count` is no multiple of the ranks, some run one of them with the weight 0, since all
+        ranks must run as many backwards.
+
+        Args:
+            count: Micro-batches of all ranks together in a step.
+
+        Returns:
+            Number of each micro-batch, from 0, and the weight of its loss. With weighted losses, the gradient is the
+            mean over all `count`.
+
+        Raises:
+            ConfigError: `count` is less than 1.
+        """
+        if count < 1:
+            raise ConfigError(f"`micro_batches({count})` is no batch. Use 1 or more.")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        weighted = [(number, world_size / count) for number in range(rank, count, world_size)]
+        return weighted + [(rank % count, 0.0)] * (-(-count // world_size) - len(weighted))
+
 
 class Recovery:
     """Lets training go on in the same processes when ranks die. Collective.
 
     The ranks that are left have a copy of all states, in their memory, and continue with it. A lost rank takes its node
-    along, and its partition group. The mean of gradients is over the ranks that are left: the global batch is smaller.
+    along, and its partition group. The mean of gradients is over the ranks that are left: the global batch is smaller,
+    unless `Attempt.micro_batches` deals it out.
 
     Args:
         sharded: Model, the only one of this process.

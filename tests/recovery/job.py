@@ -44,6 +44,7 @@ class Scenario:
         kills: Ranks to kill, by their first numbers: step and point of each, or seconds and "clock".
         loads, saves: Folder of a checkpoint, and the step before which it is read or written.
         step_s: Seconds that a forward takes longer.
+        num_dealt: Micro-batches of a step that `Attempt.micro_batches` deals out, in fp64; 0 for one of each rank.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Scenario:
     has_buffers: bool = False
     num_micro_steps: int = 1
     step_s: float = 0.0
+    num_dealt: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,12 +135,19 @@ def batch(step: int, micro_step: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=generator)
 
 
+def dealt_batch(step: int, number: int) -> torch.Tensor:
+    """A batch that is the same on any rank, [4, 6]."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + number), dtype=torch.float64)
+
+
 def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
     """Train; returns the loss of this rank in each step, the weights, and seconds of recoveries."""
     config = ShardConfig.preset(
         scenario.preset, topology=Topology(ranks_per_node=scenario.ranks_per_node), **scenario.fields
     )
     model = make_model(has_buffers=scenario.has_buffers)
+    if scenario.num_dealt:
+        model.double()
     sharded = shard(model, config, units=[nn.Linear])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -158,11 +167,17 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
         with contextlib.nullcontext() if recovery is None else recovery.attempt() as attempt:
             draws.setdefault(step, []).append(float(torch.rand(())))
             total = torch.zeros(())
-            for micro_step in range(scenario.num_micro_steps):
-                hidden = model(batch(step, micro_step))
+            if scenario.num_dealt:
+                dealt = attempt.micro_batches(scenario.num_dealt)
+                batches = [(dealt_batch(step, number), weight) for number, weight in dealt]
+            else:
+                count = scenario.num_micro_steps
+                batches = [(batch(step, micro_step), 1 / count) for micro_step in range(count)]
+            for values, weight in batches:
+                hidden = model(values)
                 time.sleep(scenario.step_s)
                 hidden.register_hook(lambda _: killer.strike("backward"))
-                loss = hidden.square().mean() / scenario.num_micro_steps
+                loss = hidden.square().mean() * weight
                 loss.backward()
                 total += loss.detach()
             losses[step], sizes[step] = total.item(), dist.get_world_size()

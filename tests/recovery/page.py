@@ -34,7 +34,7 @@ def run_rank(rank: int, port: int, code: str) -> None:
 
 
 def main() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     torch.set_num_threads(1)
     reader, writer = os.pipe()
     store_pid = os.fork()
