@@ -61,6 +61,7 @@ def check_recoverable(config: ShardConfig, scopes: Scopes) -> None:
         "`optimizer_layout='tensors'` sends in the middle of an optimizer's step": config.optimizer_layout == "tensors"
         and scopes.optimizer > 1,
         "`outer_every` lets islands have different values": config.outer_every > 0,
+        "`second_hop='delayed'` keeps sums of steps before in flight": config.second_hop == "delayed",
         "`overlap` without 'update' sends behind an optimizer's step": "update" not in config.overlap,
         "error feedback keeps what a step that is run again has sent": any(
             codec is not None and codec.feedback for codec in (scopes.codecs.first_hop, scopes.codecs.second_hop)

@@ -59,6 +59,7 @@ def test_the_scopes_of_fewer_ranks_are_those_of_a_job_that_began_with_them(
         ("mics", {"optimizer_layout": "tensors"}, "sends in the middle of an optimizer's step"),
         ("mics", {"outer_every": 2}, "`outer_every` lets islands have different values"),
         ("mics", {"overlap": "none"}, "`overlap` without 'update'"),
+        ("mics", {"second_hop": "delayed"}, "`second_hop='delayed'` keeps sums"),
         ("mics", {"grad_codec": Codec(bits=8, feedback=True)}, "error feedback keeps"),
         ("mics", {"world_size": 4}, "`world_size=4` allows no other number of ranks"),
     ],
