@@ -31,7 +31,7 @@ from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
-from mics_strategy.engine.optimizer.delayed import DelayedTarget
+from mics_strategy.engine.optimizer.delayed import DelayedTarget, delayed_of
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
@@ -232,9 +232,8 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         context.groups.resources.connect()
     if (outer := outer_of(sharded)) is not None:
         outer.follow(sharded)
-    elif config.second_hop == "delayed":
-        for module in model.modules():
-            module.register_load_state_dict_post_hook(lambda *_: sharded.internals.target.restart())
+    elif (delayed := delayed_of(sharded)) is not None:
+        delayed.follow(model)
     context.groups.traffic_log.drain()
     return sharded
 

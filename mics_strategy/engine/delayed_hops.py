@@ -123,6 +123,10 @@ class LossScales:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all scales."""
         self.pending: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None
 
@@ -173,6 +177,7 @@ class DelayedHops(SecondHops):
     ) -> None:
         super().__init__(stream, wires, unit_gradients)
         self.delayed = delayed
+        self.scales = LossScales()
         self.on_finish: Callable[[], None] = lambda: None
         self._delayed_of = {gradient.window: gradient for gradient in delayed}
         self.restart()
@@ -180,7 +185,7 @@ class DelayedHops(SecondHops):
     def restart(self) -> None:
         """Forget all windows. The next one waits for its own hop, as the first does."""
         self.wait_all()
-        self.scales = LossScales()
+        self.scales.clear()
         self.has_pending = self.is_tentative = self.awaits_step = False
         self.commits = True
 

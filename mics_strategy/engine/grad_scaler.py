@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from mics_strategy.engine.tensor_memory import count_writes
 
 JOB_MESH = "mics_job_mesh"  # attribute of an island's mesh: that of all ranks, which must skip the same steps
-LOSS_SCALES = "mics_delayed_hops"  # attribute of a mesh: what has the loss scales of delayed gradients
+LOSS_SCALES = "mics_loss_scales"  # attribute of a mesh: the scales of delayed gradients (`delayed_hops.LossScales`)
 
 
 def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -20,8 +20,8 @@ def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: t
     a scalar's.
     """
     mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
-    if (hops := getattr(mesh, LOSS_SCALES, None)) is not None:
-        inv_scale = hops.scales.unscale(inv_scale)
+    if (scales := getattr(mesh, LOSS_SCALES, None)) is not None:
+        inv_scale = scales.unscale(inv_scale)
     run = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     run([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
     count_writes(grads)

@@ -1,5 +1,7 @@
 """Does `second_hop="delayed"` compute what plain torch computes in one process, and hide its hops?"""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -110,6 +112,7 @@ def test_ranks_with_whole_parameters_may_run_other_layers(ranks: RankPool) -> No
     check(ranks(4, train, config_of("ddp"), loop), loop, "ddp")
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", FIELDS)
 def test_clipping_is_that_of_plain_torch(ranks: RankPool, name: str) -> None:
     loop = Loop(clip=0.1, finishes=True)
@@ -122,6 +125,7 @@ def test_whole_tensors_step_on_their_owners(ranks: RankPool) -> None:
     check(ranks(4, train, config_of("mics", optimizer_layout="tensors"), loop), loop, "mics", atol=1e-3)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", FIELDS)
 def test_sent_bytes_are_planned(ranks: RankPool, name: str) -> None:
     for of_rank in ranks(4, train, config_of(name), Loop(steps=5, accumulation=(2,))):
@@ -209,6 +213,7 @@ def memory_of(ctx: RankContext, name: str, dtype: torch.dtype) -> tuple[dict[str
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", FIELDS)
 def test_memory_is_that_of_the_estimate(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
@@ -270,3 +275,19 @@ def test_the_summary_at_start_names_the_algorithm(ranks: RankPool) -> None:
 def test_a_stream_computes_what_threads_do(name: str) -> None:
     loop = Loop(accumulation=(1, 2), skipped=(7,), finishes=True)
     check(simulate(4, train, config_of(name), loop, ranks_per_node=2), loop, name, atol=1e-12)
+
+
+def is_freed(ctx: RankContext) -> bool:
+    loop = Loop(steps=3)
+    trained = start(config_of("mics"), loop)
+    for step in range(loop.steps):
+        run_step(ctx, loop, trained, step)
+    reference = weakref.ref(trained[1])
+    trained[1].internals.engine.reducer.wait()  # the threads hold what is in flight
+    del trained
+    gc.collect()
+    return reference() is None
+
+
+def test_a_model_is_freed_with_its_last_reference(ranks: RankPool) -> None:
+    assert ranks(4, is_freed) == [True] * 4

@@ -19,11 +19,13 @@ Source:
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -85,8 +87,20 @@ class DelayedTarget(OptimizerTarget):
         self.hops = cast("DelayedHops", engine.reducer.second_hops)
         self._saved: SavedStates | None = None  # in a tentative step
         self.hops.on_finish = self.show_committed
-        setattr(self._groups.trainable_placement.device_mesh, LOSS_SCALES, self.hops)
+        setattr(self._groups.trainable_placement.device_mesh, LOSS_SCALES, self.hops.scales)
         self._holds_tentative = False  # whether the masters hold the tentative parameters
+
+    def follow(self, model: nn.Module) -> None:
+        """Begin anew where a state dict is loaded, also into a part of the model."""
+        weak = weakref.ref(self)
+
+        def on_load(*_: Any) -> None:
+            target = weak()
+            if target is not None:
+                target.restart()
+
+        for module in model.modules():
+            module.register_load_state_dict_post_hook(on_load)
 
     @override
     def pre_forward(self, *, is_training: bool) -> None:
