@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from mics_strategy import finish_delayed
 from mics_strategy.accelerate import MiCSPlugin
 
 from .accelerate_checkpoint import AccelerateCheckpoints, TrainingState
@@ -153,6 +154,15 @@ class AccelerateLoop:
             self._micro_step(batch)
             if self.accelerator.sync_gradients:
                 self._end_step()
+        if self.trainer.global_step >= self.recipe.trainer.max_steps:
+            self._finish_delayed()
+
+    def _finish_delayed(self) -> None:
+        """Let the gradients that delayed second hops have left make a last step."""
+        if self.ranks.sharded is not None and finish_delayed(self.ranks.sharded):
+            self.ranks.sharded.clip_grad_norm_(self.recipe.optimizer.clip_norm)
+            self.optimizer.optimizer.step()  # past the loss scale of the Accelerator's
+            self.optimizer.zero_grad()
 
     def _batches(self) -> Iterator[Any]:
         while self.trainer.global_step < self.recipe.trainer.max_steps:
