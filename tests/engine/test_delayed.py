@@ -112,6 +112,26 @@ def test_ranks_with_whole_parameters_may_run_other_layers(ranks: RankPool) -> No
     check(ranks(4, train, config_of("ddp"), loop), loop, "ddp")
 
 
+def train_and_evaluate(ctx: RankContext, config: ShardConfig, loop: Loop) -> list[Any]:
+    """As `train`, with an evaluation behind each step."""
+    trained, found = start(config, loop), []
+    for step in range(loop.steps):
+        run_step(ctx, loop, trained, step)
+        model = trained[0].eval()
+        model.left_out = -1
+        with torch.no_grad():
+            model(batch(99, 0, 0))
+        found.append((wholes(dict(model.train().named_parameters())), []))
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1", "paro-nni"])
+def test_ranks_run_other_layers_behind_an_evaluation(ranks: RankPool, name: str) -> None:
+    """The parameters have changed since, so that all ranks gather all units in one order again."""
+    loop = Loop(steps=8, leaves_out=(0, 1, 3, 4, 7), by_rank=True)
+    check(ranks(4, train_and_evaluate, config_of(name), loop, timeout_s=60.0), loop, name)
+
+
 @pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", FIELDS)
 def test_clipping_is_that_of_plain_torch(ranks: RankPool, name: str) -> None:
