@@ -29,11 +29,10 @@ from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources, abandon_groups
 from mics_strategy.comm.transport import backend_of, timeout_of
-from mics_strategy.comm.work import DEVICE_ERRORS
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.module_buffers import LARGE_BYTES
 from mics_strategy.engine.rebuild import rebuild
-from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError, MiCSError
+from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError
 from mics_strategy.recovery.membership import Agreement, Membership, own_client
 from mics_strategy.recovery.peer_sockets import PeerSockets
 from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, shrink
@@ -130,7 +129,7 @@ class Recovery:
             CommunicationError: No complete copy of the states is left, or this rank's node or partition group has lost
                 a rank.
         """
-        attempt, steps = Attempt(), self._membership.steps
+        attempt, steps, failure = Attempt(), self._membership.steps, "noticed in a step that needed them no more"
         random_state = torch.get_rng_state()
         self._buffers.save()
         self._has_committed = False
@@ -138,31 +137,38 @@ class Recovery:
             yield attempt
             attempt.completed = True
         except Exception as error:
-            if not self._may_be_loss(error):
+            if not (isinstance(error, CommunicationError) or self._membership.fails_soon()):
                 raise
             agreement = self._agreement or self._agree()
             if not agreement.lost and not isinstance(error, CommunicationError):
                 raise
             attempt.completed = self._membership.steps > steps
+            failure = str(error).partition("[/")[0].partition(" over ")[0]  # without gloo's file and former ranks
         finally:
             self._has_committed = None
         if self._agreement is not None:
+            members = self._membership.members
             self._regroup()
+            self._report(members, failure, attempt)
             if not attempt.completed:
                 torch.set_rng_state(random_state)
                 self._buffers.restore()
+
+    def _report(self, before: list[int], failure: str, attempt: Attempt) -> None:
+        """Print, on the first rank, who was lost, and what follows."""
+        if dist.get_rank() == 0:
+            gone = ", ".join(str(number) for number in before if number not in self._membership.members)
+            print(
+                f"`Recovery`: processes {gone or 'none'} are gone ({failure}). {dist.get_world_size()} ranks continue; "
+                f"the step {'counts' if attempt.completed else 'is run again'}.",
+                flush=True,
+            )
 
     def close(self) -> None:
         """End the watch over other processes. Call it when the training has ended."""
         for hook in self._hooks:
             hook.remove()
         self._membership.close()
-
-    def _may_be_loss(self, error: Exception) -> bool:
-        """Whether an error in an attempt may be of a lost rank."""
-        if self._membership.has_failed or isinstance(error, CommunicationError):
-            return True
-        return isinstance(error, RuntimeError) and not isinstance(error, (MiCSError, *DEVICE_ERRORS))
 
     def _agree(self) -> Agreement:
         """End all collectives, and agree on who goes on, and from which step."""

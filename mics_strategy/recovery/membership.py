@@ -19,6 +19,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -120,8 +121,21 @@ class Membership:
         with self._failing:
             if generation == self.generation and not self.has_failed:
                 self.has_failed = True
-                self._store.set(f"failed/{generation}", "")
+                with suppress(dist.DistError):  # of a store that is gone, as `agree` says
+                    self._store.set(f"failed/{generation}", "")
                 cancel_collectives()
+
+    def fails_soon(self) -> bool:
+        """Whether a collective has failed, or does within two heartbeats, which a death takes to be noticed."""
+        deadline_s = time.monotonic() + 2 * BEAT_S
+        while not self.has_failed and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        return self.has_failed
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether process groups of this generation cannot be made: a member has died, or left by itself."""
+        return self.has_failed or not self._sockets.gone.isdisjoint(self.members)
 
     def run_until_failure(self, make: Callable[[], T]) -> T:
         """Make process groups, in a thread: gloo tries to connect to a process that has died until its timeout.
@@ -143,12 +157,12 @@ class Membership:
         thread = threading.Thread(target=run, name="mics groups", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(_GRACE_S if self.has_failed else _POLL_S)
-            if self.has_failed:
+            thread.join(_GRACE_S if self.lacks_members else _POLL_S)
+            if self.lacks_members:
                 break
         if errors:
             raise errors[0]
-        if self.has_failed or not made:
+        if self.lacks_members or not made:
             raise CommunicationError("A rank was lost while the others made process groups.")
         return made[0]
 
@@ -257,7 +271,7 @@ class GenerationStore(Store):
         """
         deadline_s = time.monotonic() + (timeout or self._longest).total_seconds()
         while not self._inner.check(keys):
-            if self._membership.has_failed and self._membership.generation == self._generation:
+            if self._membership.lacks_members and self._membership.generation == self._generation:
                 raise dist.DistStoreError(f"A process was lost before it set {keys}.")
             if time.monotonic() > deadline_s:
                 raise dist.DistStoreError(f"No process has set {keys} in time.")
@@ -287,6 +301,8 @@ class GenerationStore(Store):
     @override
     def delete_key(self, key: str) -> bool:
         return bool(self._inner.delete_key(key))
+
+    deleteKey = delete_key  # by which torch's C++ finds it
 
 
 class _Silence:

@@ -1,14 +1,16 @@
 """A connection to each other process of a job, which the kernel closes when that process dies.
 
 So the others know of a death within milliseconds, and for certain. Nothing is sent but a greeting and a farewell. Where
-a connection could not be made, where a host loses its power, and where a process is stopped or has forked children that
-keep its connections open, only its silence shows (see `membership`).
+a connection could not be made, where a host loses its power, and where a process is stopped, only its silence shows
+(see `membership`).
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -43,6 +45,8 @@ class PeerSockets:
         self._peers: dict[socket.socket, int | None] = {}  # None until the peer has sent its greeting
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        weak = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _drop(weak()))
 
     @property
     def num_known(self) -> int:
@@ -101,6 +105,12 @@ class PeerSockets:
             peer.close()
         self._listener.close()
         self._selector.close()
+
+
+def _drop(sockets: PeerSockets | None) -> None:
+    """Close the connections in a forked child (a worker of a DataLoader), which may outlive its parent."""
+    for peer in (*sockets._peers, sockets._listener) if sockets is not None else ():
+        peer.close()
 
 
 def _own_host(store: object) -> str:

@@ -3,6 +3,7 @@
 FOLDER/scenarios.json holds a list of `Scenario`; the results of the ranks that end are in FOLDER/<scenario>/<rank>.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import itertools
@@ -33,6 +34,7 @@ from mics_strategy.recovery import attempt as attempt_module
 from mics_strategy.recovery.membership import Membership
 
 TIMEOUT_S = 120.0
+CHILD_S = 15.0  # that the child of a rank lives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Scenario:
         kills: Ranks to kill, by their first numbers: step and point of each, or seconds and "clock".
         loads, saves: Folder of a checkpoint, and the step before which it is read or written.
         step_s: Seconds that a forward takes longer.
+        forks: Whether each rank has a child process, as workers of a DataLoader are, which outlives it.
+        rank_0_has_store: Whether rank 0 holds the store, not the launcher.
         num_dealt: Micro-batches of a step that `Attempt.micro_batches` deals out, in fp64; 0 for one of each rank.
     """
 
@@ -60,6 +64,8 @@ class Scenario:
     num_micro_steps: int = 1
     step_s: float = 0.0
     num_dealt: int = 0
+    forks: bool = False
+    rank_0_has_store: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,6 +116,8 @@ class Killer:
     def strike(self, point: str) -> None:
         """Die if this is the point and the step."""
         if self._is_due(point):
+            if point == "error":
+                raise RuntimeError("of a script")
             if point == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             die()
@@ -158,11 +166,19 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
     recovery = None if scenario.loads else Recovery(sharded, [optimizer], lost_after_s=scenario.lost_after_s)
     optimizer.register_step_pre_hook(lambda *_: killer.strike("update"))
     model[3].register_forward_hook(lambda *_: killer.strike("forward"))
+    if scenario.forks and not os.fork():
+        time.sleep(CHILD_S)
+        os._exit(0)
     losses, repeated, seconds, draws, sizes, ends = {}, [], [], {}, {}, {}
     killer.start_clock(folder, dist.get_rank())
     while step < scenario.num_steps:
-        if scenario.saves and scenario.saves[1] == step:
-            save_checkpoint(folder.parent / scenario.saves[0], sharded, [optimizer], extra=scheduler.state_dict())
+        while scenario.saves and scenario.saves[1] == step:
+            killer.step = step
+            with contextlib.nullcontext() if recovery is None else recovery.attempt() as attempt:
+                killer.strike("save")
+                save_checkpoint(folder.parent / scenario.saves[0], sharded, [optimizer], extra=scheduler.state_dict())
+            if recovery is None or attempt.completed:
+                break
         killer.step, start_s = step, time.monotonic()
         with contextlib.nullcontext() if recovery is None else recovery.attempt() as attempt:
             draws.setdefault(step, []).append(float(torch.rand(())))
@@ -183,6 +199,7 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
             losses[step], sizes[step] = total.item(), dist.get_world_size()
             killer.strike("clip")
             killer.strike("stop")
+            killer.strike("error")
             sharded.clip_grad_norm_(0.5)
             killer.strike("step")
             optimizer.step()
@@ -221,12 +238,14 @@ def run_rank(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
     kill = scenario.kills.get(str(rank))
     killer = Killer(None if kill is None else tuple(kill))
     try:
-        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S))
+        has_store = scenario.rank_0_has_store and rank == 0
+        store = dist.TCPStore("127.0.0.1", port, None, has_store, timedelta(seconds=TIMEOUT_S), False)
         timeout = timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario.world_size, timeout=timeout)
         result: Any = train(scenario, killer, folder)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        atexit._run_exitfuncs()  # as at the end of a script
     (folder / str(rank)).write_bytes(pickle.dumps(result))
     os._exit(0)
 
@@ -246,6 +265,8 @@ def run(scenario: Scenario, folder: Path) -> None:
     if not store_pid:
         run_store(writer)
     port = int(os.read(reader, 16))
+    if scenario.rank_0_has_store:
+        os.kill(store_pid, signal.SIGKILL)  # its port is free now
     pids = []
     for rank in range(scenario.world_size):
         pid = os.fork()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.recovery.job import Case, Scenario, check_case, run_all
+from tests.recovery.job import CHILD_S, Case, Scenario, check_case, run_all
 
 pytestmark = pytest.mark.interpreter
 LATE_S = 60.0
@@ -46,7 +46,12 @@ FAST = [
         before=((2, 4),),
     ),
 ]
+WITH_CHILDREN = Scenario(name="children", kills=kills([2, 3], 3, "backward"), forks=True, lost_after_s=LATE_S)
+STORE_DIES = Scenario(name="store", kills=kills([0, 1], 3, "backward"), rank_0_has_store=True)
+FAILS_BY_ITSELF = Scenario(name="error", kills=kills([3], 3, "error"), lost_after_s=LATE_S)
 NO_COPY_LEFT = Scenario(name="no-copy", kills=kills([0, 3], 3, "forward"))
+SAVES = Scenario(name="saves", kills=kills([2, 3], 3, "save"), saves=("of-fewer", 3))
+CONTINUES = Scenario(name="continues", world_size=2, loads=("of-fewer", 3))
 PRESETS = ("mics", "hsdp", "ddp", "paro-nii", "paro-nni", "paro-ini")
 SLOW = [
     *(node_dies(point) for point in ("forward", "hop", "clip", "step")),
@@ -80,12 +85,12 @@ def run_cases(cases: Iterable[Case], folder: Path, *others: Scenario) -> dict[st
 
 @pytest.fixture(scope="module")
 def fast_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    return run_cases(FAST, tmp_path_factory.mktemp("fast"), NO_COPY_LEFT)
+    return run_cases(FAST, tmp_path_factory.mktemp("fast"), NO_COPY_LEFT, STORE_DIES, WITH_CHILDREN, FAILS_BY_ITSELF)
 
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    return run_cases(SLOW, tmp_path_factory.mktemp("slow"))
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), SAVES, CONTINUES)
 
 
 @pytest.mark.parametrize("case", FAST, ids=[case.scenario.name for case in FAST])
@@ -97,6 +102,18 @@ def test_the_others_continue_bitwise(case: Case, fast_results: dict[str, dict[in
 @pytest.mark.parametrize("case", SLOW, ids=[case.scenario.name for case in SLOW])
 def test_the_others_continue_bitwise_everywhere(case: Case, slow_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, slow_results)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_a_death_has_interrupted_is_written_in_another_attempt(
+    slow_results: dict[str, dict[int, Any]],
+) -> None:
+    job, resumed = slow_results["saves"], slow_results["continues"]
+    for rank in (0, 1):
+        assert job[rank]["sizes"][3] == 2
+        assert [job[rank]["losses"][step] for step in (3, 4, 5)] == [
+            resumed[rank]["losses"][step] for step in (3, 4, 5)
+        ]
 
 
 def test_a_death_shows_by_its_connection_long_before_silence_would(fast_results: dict[str, dict[int, Any]]) -> None:
@@ -116,8 +133,33 @@ def test_without_a_complete_copy_all_end_and_say_why(fast_results: dict[str, dic
         assert "Processes 0, 3 were lost, and no complete copy of the states is left" in result["error"]
 
 
+def test_a_death_shows_although_children_of_the_process_live(fast_results: dict[str, dict[int, Any]]) -> None:
+    results = fast_results["children"]
+    assert sorted(results) == [0, 1]
+    assert all(max(result["seconds"]) < CHILD_S / 2 for result in results.values())
+
+
+def test_a_rank_that_raises_ends_with_its_own_error_and_the_others_continue(
+    fast_results: dict[str, dict[int, Any]],
+) -> None:
+    results = fast_results["error"]
+    assert results[3]["error"] == "RuntimeError: of a script"
+    assert "Processes 3 were lost, and process 2 shares a node" in results[2]["error"]
+    assert [results[rank]["sizes"][5] for rank in (0, 1)] == [2, 2]
+    assert all(max(results[rank]["seconds"]) < LATE_S / 3 for rank in (0, 1))
+
+
+def test_without_the_store_all_end_and_say_why(fast_results: dict[str, dict[int, Any]]) -> None:
+    results = fast_results["store"]
+    assert sorted(results) == [2, 3]
+    for result in results.values():
+        assert "A rank was lost, and so was the store of the job" in result["error"]
+
+
 def test_the_example_of_the_page_survives_its_second_node() -> None:
     command = [sys.executable, "-m", "tests.recovery.page"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert output.count("finished with 2 ranks") == 2
+    assert "`Recovery`: processes 2, 3 are gone (" in output
+    assert "2 ranks continue; the step " in output
     assert "exit codes [0, 0, -9, -9]" in output
