@@ -3,7 +3,8 @@
 All ranks pass a barrier behind the reductions and the clipping of a step, right in front of the first optimizer's
 update. A rank that has passed it knows that every rank has reached it, with final gradients; what follows, the update
 of its own shards, needs no other rank. So when a rank dies, either some rank has passed the barrier, and all others
-update as well, or none has, and all run the step again from its beginning.
+update as well, or none has, and all run the step again from its beginning. An attempt without an update has the barrier
+at its end.
 
             forward  backward  second hop  clipping | barrier | update of shards, scheduler   next forward
     lost in  --------- run again without it --------|         |------ the step counts, continue without it -----
@@ -42,7 +43,7 @@ _BARRIER_TAG = 1
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt of an optimizer step.
+    """One attempt of an optimizer step, or of something else that talks to other ranks.
 
     Attributes:
         completed: Whether the step counts, known behind the attempt. If not, run it again.
@@ -116,7 +117,7 @@ class Recovery:
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """Run one optimizer step, of all its micro-steps, in this context.
+        """Run one optimizer step, of all its micro-steps, in this context; or an evaluation, a save.
 
         When a rank is lost, the context ends early, without an error, once the other ranks are ready to continue. Ranks
         have other numbers then. Random generators of torch and buffers of the model are as before, unless the step
@@ -129,12 +130,14 @@ class Recovery:
             CommunicationError: No complete copy of the states is left, or this rank's node or partition group has lost
                 a rank.
         """
-        attempt, steps, failure = Attempt(), self._membership.steps, "noticed in a step that needed them no more"
+        attempt, steps, failure = Attempt(), self._membership.commits, "noticed in a step that needed them no more"
         random_state = torch.get_rng_state()
         self._buffers.save()
         self._has_committed = False
         try:
             yield attempt
+            if not self._has_committed:
+                self._pass_barrier()
             attempt.completed = True
         except Exception as error:
             if not (isinstance(error, CommunicationError) or self._membership.fails_soon()):
@@ -142,7 +145,7 @@ class Recovery:
             agreement = self._agreement or self._agree()
             if not agreement.lost and not isinstance(error, CommunicationError):
                 raise
-            attempt.completed = self._membership.steps > steps
+            attempt.completed = self._membership.commits > steps
             failure = str(error).partition("[/")[0].partition(" over ")[0]  # without gloo's file and former ranks
         finally:
             self._has_committed = None
@@ -175,7 +178,7 @@ class Recovery:
         self._membership.fail(self._membership.generation)
         abandon_groups()
         self._agreement = self._membership.agree()
-        self._membership.steps = self._agreement.steps
+        self._membership.commits = self._agreement.commits
         return self._agreement
 
     def _commit(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,14 +198,22 @@ class Recovery:
                     "would be kept when a rank is lost. Use an attempt for each."
                 )
             return
-        group, steps = self._sharded.internals.groups.world_group, self._membership.steps
+        self._pass_barrier()
+
+    def _pass_barrier(self) -> None:
+        """Make the attempt count on all ranks, or on none.
+
+        Raises:
+            CommunicationError: A rank was lost, and the attempt does not count.
+        """
+        group, steps = self._sharded.internals.groups.world_group, self._membership.commits
         try:
             if group is not None:
                 group.transport.barrier(_BARRIER_TAG)
-            self._membership.steps = steps + 1
+            self._membership.commits = steps + 1
         except RuntimeError as error:
-            if self._agree().steps == steps:
-                raise CommunicationError(f"A rank was lost in front of an optimizer's step: {error}.") from error
+            if self._agree().commits == steps:
+                raise CommunicationError(f"A barrier over all ranks failed: {error}.") from error
         self._has_committed = True
 
     def _regroup(self) -> None:

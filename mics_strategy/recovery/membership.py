@@ -3,11 +3,11 @@
 A process has one number for good: its first rank. The default groups that the job makes, one after the other, are its
 *generations*, from 0. Everything goes through the job's store, where no process waits for a dead one:
 
-    beat/<number>              grows while the process lives; and the optimizer steps that it has committed
+    beat/<number>              grows while the process lives; and the attempts that it has committed
     failed/<generation>        set by whoever notices a failure; all others then end their collectives
-    arrived/<generation>/<number>   committed steps of a process that has ended its collectives
-    members/<generation>       who goes on, and from which step: set once, by whoever first knows of every process that
-                               it has arrived or is gone
+    arrived/<generation>/<number>   committed attempts of a process that has ended its collectives
+    members/<generation>       who goes on, and which attempts count: set once, by whoever first knows of every process
+                               that it has arrived or is gone
 
 A process is gone when its connection ends (see `peer_sockets`), or when its heart has not beaten for some seconds. One
 that lives after all finds itself outside of the members, and raises.
@@ -47,12 +47,12 @@ class Agreement:
     Attributes:
         members: Their numbers, in the order of their ranks.
         lost: Numbers of the processes that are gone.
-        steps: Optimizer steps that count.
+        commits: Attempts that count.
     """
 
     members: list[int]
     lost: list[int]
-    steps: int
+    commits: int
 
 
 class Membership:
@@ -70,7 +70,7 @@ class Membership:
         number: Number of this process.
         members: Numbers of the processes of this generation, in the order of their ranks.
         generation: Number of the generation.
-        steps: Optimizer steps that this process has committed.
+        commits: Attempts that this process has committed.
         timeout: See `Args`.
         store: Store of the process groups of this generation, once it has begun.
         has_failed: Whether a collective of this generation has failed on any process.
@@ -88,7 +88,7 @@ class Membership:
         self.number = number
         self.members = list(range(len(addresses)))
         self.generation = 0
-        self.steps = 0
+        self.commits = 0
         self.has_failed = False
         self.store: GenerationStore | None = None  # held here: torch keeps only the part of it that is in C++
         self._lost_after_s = lost_after_s
@@ -186,7 +186,7 @@ class Membership:
 
     def _agree(self) -> Agreement:
         key = f"members/{self.generation}"
-        self._store.set(f"arrived/{self.generation}/{self.number}", str(self.steps))
+        self._store.set(f"arrived/{self.generation}/{self.number}", str(self.commits))
         silence, deadline_s = _Silence(self._store), time.monotonic() + self.timeout.total_seconds()
         while not self._store.check([key]):
             arrived = {
@@ -198,24 +198,24 @@ class Membership:
             silences_s = {number: silence.of(number) for number in missing}  # of all: each look is remembered
             is_late = time.monotonic() > deadline_s
             if is_late or all(n in self._sockets.gone or silences_s[n] > self._lost_after_s for n in missing):
-                steps = max([*arrived.values(), *(silence.steps_of(number) for number in missing)])
-                self._store.compare_set(key, "", json.dumps([sorted(arrived), steps]))
+                commits = max([*arrived.values(), *(silence.commits_of(number) for number in missing)])
+                self._store.compare_set(key, "", json.dumps([sorted(arrived), commits]))
                 break
             time.sleep(_POLL_S)
-        numbers, steps = json.loads(self._store.get(key))
+        numbers, commits = json.loads(self._store.get(key))
         if self.number not in numbers:
             raise CommunicationError(
                 f"Process {self.number} was silent for more than {self._lost_after_s} s, and the others have gone on "
                 "without it. Raise `lost_after_s` if it was only busy."
             )
         members = [number for number in self.members if number in numbers]
-        return Agreement(members, [number for number in self.members if number not in numbers], steps)
+        return Agreement(members, [number for number in self.members if number not in numbers], commits)
 
     def _arrival(self, number: int) -> str:
         return f"arrived/{self.generation}/{number}"
 
     def _beat(self, count: int) -> None:
-        self._store.set(f"beat/{self.number}", f"{count} {self.steps}")
+        self._store.set(f"beat/{self.number}", f"{count} {self.commits}")
 
     def _watch(self) -> None:
         count, watched = 0, -1
@@ -325,8 +325,8 @@ class _Silence:
         self._last[number] = beat, since_s
         return now_s - since_s
 
-    def steps_of(self, number: int) -> int:
-        """Committed optimizer steps in the last heartbeat."""
+    def commits_of(self, number: int) -> int:
+        """Committed attempts in the last heartbeat."""
         return int(self._last[number][0].split()[1])
 
 

@@ -50,8 +50,14 @@ WITH_CHILDREN = Scenario(name="children", kills=kills([2, 3], 3, "backward"), fo
 STORE_DIES = Scenario(name="store", kills=kills([0, 1], 3, "backward"), rank_0_has_store=True)
 FAILS_BY_ITSELF = Scenario(name="error", kills=kills([3], 3, "error"), lost_after_s=LATE_S)
 NO_COPY_LEFT = Scenario(name="no-copy", kills=kills([0, 3], 3, "forward"))
-SAVES = Scenario(name="saves", kills=kills([2, 3], 3, "save"), saves=("of-fewer", 3))
-CONTINUES = Scenario(name="continues", world_size=2, loads=("of-fewer", 3))
+SAVES = [
+    scenario
+    for point in ("save", "barrier")  # before a save, and behind it
+    for scenario in (
+        Scenario(name=f"saves-{point}", kills=kills([2, 3], 3, point), saves=(f"of-{point}", 3)),
+        Scenario(name=f"continues-{point}", world_size=2, loads=(f"of-{point}", 3)),
+    )
+]
 PRESETS = ("mics", "hsdp", "ddp", "paro-nii", "paro-nni", "paro-ini")
 SLOW = [
     *(node_dies(point) for point in ("forward", "hop", "clip", "step")),
@@ -90,7 +96,7 @@ def fast_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), SAVES, CONTINUES)
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), *SAVES)
 
 
 @pytest.mark.parametrize("case", FAST, ids=[case.scenario.name for case in FAST])
@@ -105,10 +111,11 @@ def test_the_others_continue_bitwise_everywhere(case: Case, slow_results: dict[s
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_a_death_has_interrupted_is_written_in_another_attempt(
-    slow_results: dict[str, dict[int, Any]],
+@pytest.mark.parametrize("point", ["save", "barrier"])
+def test_a_save_that_a_death_has_interrupted_counts_on_all_ranks_or_is_repeated(
+    point: str, slow_results: dict[str, dict[int, Any]]
 ) -> None:
-    job, resumed = slow_results["saves"], slow_results["continues"]
+    job, resumed = slow_results[f"saves-{point}"], slow_results[f"continues-{point}"]
     for rank in (0, 1):
         assert job[rank]["sizes"][3] == 2
         assert [job[rank]["losses"][step] for step in (3, 4, 5)] == [
