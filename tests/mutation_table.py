@@ -254,8 +254,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="a rank asks the others of parameters that it has not used",
-        old="if not gradient.flags.positions_without(GradFlag.USED):",
-        new="if gradient.flags.any(GradFlag.USED):",
+        old="if not grad_bucket.flags.positions_without(GradFlag.USED):",
+        new="if grad_bucket.flags.any(GradFlag.USED):",
         tests=(
             "tests/engine/test_unused.py",
             "tests/engine/test_used_params.py",

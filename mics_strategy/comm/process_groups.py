@@ -43,7 +43,7 @@ class ProcessGroups:
         param_comm: Communicator of the parameters' all-gathers.
         secondary_comm: Communicator of the secondary copy's all-gathers.
         grad_comm: Communicator of the gradients' reduce-scatters in a backward.
-        outer_grad_comm: Communicator of the second hop's reduce-scatters.
+        second_scatter_comm: Communicator of the second hop's reduce-scatters.
         replica_comm: Communicator of the second hop's all-reduces.
         shard_group: Control group of the ranks that hold different shards.
         trainable_placement: Placement of trainable parameters.
@@ -63,7 +63,7 @@ class ProcessGroups:
             self._steps = CollectiveFingerprint(ranks=peers.ranks, index=peers.index)
         self.param_comm = resources.communicator("param_all_gather", scopes)
         self.secondary_comm = resources.communicator("secondary_all_gather", scopes)
-        self.grad_comm, self.outer_grad_comm, self.replica_comm = self._grad_communicators(scopes)
+        self.grad_comm, self.second_scatter_comm, self.replica_comm = self._grad_communicators(scopes)
         shard_span = scopes.span(1, scopes.optimizer)
         self.shard_group = resources.control_group("shard", shard_span)
         index = shard_span.index(self.rank)
@@ -111,15 +111,15 @@ class ProcessGroups:
 
     def disable_grad_codecs(self) -> None:
         """Send gradients unquantized from now on. Called on every rank between two optimizer steps."""
-        self.grad_comm, self.outer_grad_comm, self.replica_comm = self.unquantized
+        self.grad_comm, self.second_scatter_comm, self.replica_comm = self.unquantized
         self.scopes = self.scopes.without_grad_codecs()
 
     def _grad_communicators(self, scopes: Scopes) -> GradCommunicators:
-        first_hop, outer = (
+        first_hop, second_scatter = (
             self.resources.communicator("grad_reduce_scatter", scopes),
             self.resources.communicator("second_hop_reduce_scatter", scopes),
         )
-        return first_hop, outer, self.resources.communicator("second_hop_all_reduce", scopes)
+        return first_hop, second_scatter, self.resources.communicator("second_hop_all_reduce", scopes)
 
     def make_benchmark_communicator(self, role: str, workspace: Workspace) -> AnyCommunicator:
         """A second communicator of a role, which uses `workspace`, for timing. Collective."""

@@ -280,7 +280,7 @@ class Bucket:
         Returns:
             The all-gather, which ends with the parameters in place; None where they are unsharded.
         """
-        role = self.versions.unshard()
+        role = self.versions.note_gather()
         is_secondary = role == "secondary_all_gather"
         comm, shard = self._comms[role], self.secondary_shard if is_secondary else self.param_shard
         if self._casts_each_gather and not is_secondary:

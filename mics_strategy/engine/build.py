@@ -187,7 +187,7 @@ def build_engine(
     plan: MemoryPlan,
     context: BuildContext,
     engine: Engine | None = None,
-    gradients: Gradients | None = None,
+    grad_buckets: Gradients | None = None,
 ) -> Engine:
     """The engine of `units`, with all buffers of all-gathers and reductions.
 
@@ -196,15 +196,15 @@ def build_engine(
         plan: Their memory.
         context: See `BuildContext`.
         engine: Engine to build again in place, so that hooks which refer to it stay valid; None for a new one.
-        gradients: Its gradients, which are also built again; None for new ones.
+        grad_buckets: Its gradients, which are also built again; None for new ones.
     """
     config, overlap = context.config, context.config.overlap
-    gradients = _gradients(units, plan, context, gradients)
+    grad_buckets = _grad_buckets(units, plan, context, grad_buckets)
     streams = Streams(context.device, context.groups.scopes)
-    buffers = _reducer_buffers(gradients, plan, context)
+    buffers = _reducer_buffers(grad_buckets, plan, context)
     _allocate_workspaces(units, context)
     reducer = Reducer(
-        gradients=gradients,
+        grad_buckets=grad_buckets,
         units=units,
         groups=context.groups,
         streams=streams,
@@ -212,7 +212,7 @@ def build_engine(
         overlap_reduce="reduce" in overlap,
         overlap_second_hop="second_hop" in overlap and config.second_hop != "delayed",
         boundary=AccumulationBoundary(predicts=_has_overlapping_second_hop(context)),
-        second_hops=_second_hops(gradients, streams.second_hop, buffers, context),
+        second_hops=_second_hops(grad_buckets, streams.second_hop, buffers, context),
         desync_check=DesyncCheck(
             buffers.usage,
             context.groups,
@@ -240,17 +240,17 @@ def build_engine(
 def _has_overlapping_second_hop(context: BuildContext) -> bool:
     """Whether a backward that is predicted to be the last one may start second hops."""
     config, groups = context.config, context.groups
-    has_second_hop = groups.outer_grad_comm is not None or groups.replica_comm is not None
+    has_second_hop = groups.second_scatter_comm is not None or groups.replica_comm is not None
     is_excluded = config.second_hop != "boundary" or "second_hop" not in config.overlap
     return groups.grad_comm is not None and has_second_hop and not is_excluded
 
 
 def _second_hops(
-    gradients: dict[int, list[GradBucket]], stream: OpStream, buffers: ReducerBuffers, context: BuildContext
+    grad_buckets: dict[int, list[GradBucket]], stream: OpStream, buffers: ReducerBuffers, context: BuildContext
 ) -> SecondHops:
-    in_order = {index: gradients[index] for index in second_hop_order(gradients)}
+    in_order = {index: grad_buckets[index] for index in second_hop_order(grad_buckets)}
     if context.config.second_hop == "delayed":
-        delayed = make_delayed(gradients.values(), context.memory, context.device)
+        delayed = make_delayed(grad_buckets.values(), context.memory, context.device)
         return DelayedHops(stream, buffers.second_hop, in_order, delayed)
     return SecondHops(stream, buffers.second_hop, in_order)
 
@@ -268,7 +268,7 @@ def _gather_resources(plan: MemoryPlan, stream: OpStream, context: BuildContext)
     )
 
 
-def _gradients(
+def _grad_buckets(
     units: list[Unit], plan: MemoryPlan, context: BuildContext, former: Gradients | None = None
 ) -> Gradients:
     """The gradients of the buckets of each unit that has any. Former ones are built again in place."""
@@ -284,8 +284,8 @@ def _gradients(
     ]
     stagings = iter(zip(buckets, memories, _shared_staging(specs, plan, context), strict=True))
     if former is not None:
-        for gradient in (gradient for of_unit in former.values() for gradient in of_unit):
-            GradBucket.__init__(gradient, *next(stagings))
+        for grad_bucket in (grad_bucket for of_unit in former.values() for grad_bucket in of_unit):
+            GradBucket.__init__(grad_bucket, *next(stagings))
         return former
     return {
         unit.index: [GradBucket(*next(stagings)) for _ in unit.trainable_buckets]
@@ -308,16 +308,18 @@ def _shared_staging(
     return [carve_views(buffer, [plan.first_hop_piece(spec)])[0] for spec in specs]
 
 
-def _reducer_buffers(gradients: dict[int, list[GradBucket]], plan: MemoryPlan, context: BuildContext) -> ReducerBuffers:
+def _reducer_buffers(
+    grad_buckets: dict[int, list[GradBucket]], plan: MemoryPlan, context: BuildContext
+) -> ReducerBuffers:
     memory, device, staging = context.memory, context.device, plan.grad_staging_by_depth
     pools = {depth: _pool("gradient staging buffers", staging[depth], context) for depth in staging}
     views = {
-        index: staging_views([(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients])
-        for index, unit_gradients in gradients.items()
+        index: staging_views([(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_grad_buckets])
+        for index, unit_grad_buckets in grad_buckets.items()
     }
     largest = max((pool.num_bytes for pool in staging.values()), default=0)
     return ReducerBuffers(
-        flat_pools={index: pools[plan.units[index].depth] for index in gradients},
+        flat_pools={index: pools[plan.units[index].depth] for index in grad_buckets},
         flat_views=views,
         zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
         second_hop=_pool("second-hop staging buffers", plan.second_hop_staging, context),
@@ -329,7 +331,7 @@ def _allocate_workspaces(units: list[Unit], context: BuildContext) -> None:
     """Allocate a workspace for the largest collective in flight of each queue."""
     groups = context.groups
     codecs = groups.scopes.codecs
-    variants = [(groups.grad_comm, groups.outer_grad_comm, groups.replica_comm)]
+    variants = [(groups.grad_comm, groups.second_scatter_comm, groups.replica_comm)]
     if codecs.first_hop is not None or codecs.second_hop is not None:
         variants.append(groups.unquantized)
     for bucket in (bucket for unit in units for bucket in unit.buckets):

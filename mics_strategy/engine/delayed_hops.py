@@ -155,7 +155,7 @@ class DelayedHops(SecondHops):
     Args:
         stream: Side stream of second hops.
         wires: Pool of wire buffers.
-        unit_gradients: As of `SecondHops`.
+        unit_grad_buckets: As of `SecondHops`.
         delayed: The gradient of the window before, for each of them.
 
     Attributes:
@@ -172,14 +172,14 @@ class DelayedHops(SecondHops):
         self,
         stream: OpStream,
         wires: StagingPool,
-        unit_gradients: dict[int, list[GradBucket]],
+        unit_grad_buckets: dict[int, list[GradBucket]],
         delayed: Sequence[DelayedGrad],
     ) -> None:
-        super().__init__(stream, wires, unit_gradients)
+        super().__init__(stream, wires, unit_grad_buckets)
         self.delayed = delayed
         self.scales = LossScales()
         self.on_finish: Callable[[], None] = lambda: None
-        self._delayed_of = {gradient.window: gradient for gradient in delayed}
+        self._delayed_of = {grad_bucket.window: grad_bucket for grad_bucket in delayed}
         self.restart()
 
     def restart(self) -> None:
@@ -223,8 +223,8 @@ class DelayedHops(SecondHops):
         super().begin_backward(turns)
 
     @override
-    def start(self, gradient: GradBucket, first_hops: Sequence[OpChain] = ()) -> None:
-        delayed = self._delayed_of[gradient]
+    def start(self, grad_bucket: GradBucket, first_hops: Sequence[OpChain] = ()) -> None:
+        delayed = self._delayed_of[grad_bucket]
         delayed.take_sum()
         super().start(delayed, first_hops)
 
@@ -265,10 +265,10 @@ class DelayedHops(SecondHops):
 
 
 def make_delayed(
-    unit_gradients: Iterable[list[GradBucket]], memory: MemoryTracker, device: torch.device
+    unit_grad_buckets: Iterable[list[GradBucket]], memory: MemoryTracker, device: torch.device
 ) -> list[DelayedGrad]:
     """Allocate the memory of delayed hops and of tentative steps, for the gradients of all units."""
-    windows = [gradient for gradients in unit_gradients for gradient in gradients]
+    windows = [grad_bucket for grad_buckets in unit_grad_buckets for grad_bucket in grad_buckets]
     pieces = [delayed_pieces(window.bucket.spec, window.bucket.groups.scopes) for window in windows]
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in windows]
     for purpose in dict.fromkeys(purpose for of_bucket in pieces for purpose in of_bucket):

@@ -197,7 +197,7 @@ def _residual(role: str, bucket: BucketSpec, groups: ProcessGroups, values: torc
     """The residual of one role, with its place in the flat buffer."""
     comm = {
         "grad_reduce_scatter": groups.grad_comm,
-        "second_hop_reduce_scatter": groups.outer_grad_comm,
+        "second_hop_reduce_scatter": groups.second_scatter_comm,
         "second_hop_all_reduce": groups.replica_comm,
     }[role]
     numel, count = full_numel(role, bucket.layout, groups.scopes), values.numel()

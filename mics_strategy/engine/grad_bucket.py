@@ -307,12 +307,14 @@ class GradBucket:
             first_hops: First hops that communication threads have not ended.
         """
         groups, prologue = self.bucket.groups, Prologue(first_hops, self._prepare_second_hop(wire))
-        if groups.outer_grad_comm is not None:
-            yield partial(self._reduce_scatter_outer, groups.outer_grad_comm, wire, prologue)
+        if groups.second_scatter_comm is not None:
+            yield partial(self._scatter_second_hop, groups.second_scatter_comm, wire, prologue)
         elif groups.replica_comm is None:
             prologue.run()
         if groups.replica_comm is not None:
-            yield partial(self._all_reduce, groups.replica_comm, prologue if groups.outer_grad_comm is None else None)
+            yield partial(
+                self._all_reduce, groups.replica_comm, prologue if groups.second_scatter_comm is None else None
+            )
 
     def _prepare_second_hop(self, wire: torch.Tensor) -> Callable[[], None]:
         """Make the gradient a sum of all parameters; return the local work that does it, behind the first hops."""
@@ -330,7 +332,7 @@ class GradBucket:
 
         return prepare
 
-    def _reduce_scatter_outer(self, comm: AnyCommunicator, wire: torch.Tensor, prologue: Prologue) -> Work:
+    def _scatter_second_hop(self, comm: AnyCommunicator, wire: torch.Tensor, prologue: Prologue) -> Work:
         """Reduce-scatter the accumulator over the axes that the optimizer scope has beyond the gradient scope."""
         if accumulate := self.flags.any(GradFlag.HAS_PRIOR_MEAN):
             self._zero(self.result, self.flags.positions_without(GradFlag.HAS_PRIOR_MEAN))

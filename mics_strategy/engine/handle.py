@@ -77,9 +77,9 @@ class Sharded:
         sharded_params = WeakIdKeyDictionary()
         for unit, module in zip(self._units, modules, strict=True):
             plain = {entry.name: entry.parameter for entry in module.parameters}
-            gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
+            grad_buckets = iter(self._engine.reducer.grad_buckets.get(unit.index, []))
             for bucket in unit.buckets:
-                link = EngineLink(self._engine, bucket, next(gradients) if bucket.spec.trainable else None)
+                link = EngineLink(self._engine, bucket, next(grad_buckets) if bucket.spec.trainable else None)
                 for position, sharded in enumerate(bucket.sharded_params):
                     sharded.__dict__.update(plain[sharded.mics_name].__dict__)
                     bucket.unsharded.params[position].__dict__ = sharded.__dict__  # attributes that a script sets

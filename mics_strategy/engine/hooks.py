@@ -62,21 +62,21 @@ def install(engine: Engine, before_root_forward: WeakMethod[Callable[[], None]])
         forward_hooks[unit.module] = hooks
         if unit.slot.is_shared and not unit.trainable_buckets:
             _hook_inner_modules(engine, unit.module, hooks.active_calls, modules)
-        for gradient in engine.reducer.gradients.get(unit.index, []):
-            for position, parameter in enumerate(gradient.bucket.unsharded.params):
-                hook = _gradient_hook(engine, unit, gradient, position)
+        for grad_bucket in engine.reducer.grad_buckets.get(unit.index, []):
+            for position, parameter in enumerate(grad_bucket.bucket.unsharded.params):
+                hook = _gradient_hook(engine, unit, grad_bucket, position)
                 nn.Parameter.register_post_accumulate_grad_hook(parameter, hook)
     return forward_hooks
 
 
 def _gradient_hook(
-    engine: Engine, unit: Unit, gradient: GradBucket, position: int
+    engine: Engine, unit: Unit, grad_bucket: GradBucket, position: int
 ) -> Callable[[UnshardedParameter], None]:
     """The hook of one unsharded parameter."""
-    weak_engine, weak_unit, weak_gradient = weakref.ref(engine), weakref.ref(unit), weakref.ref(gradient)
+    weak_engine, weak_unit, weak_bucket = weakref.ref(engine), weakref.ref(unit), weakref.ref(grad_bucket)
 
     def hook(parameter: UnshardedParameter) -> None:
-        live_engine, live_unit, live_gradient = weak_engine(), weak_unit(), weak_gradient()
+        live_engine, live_unit, live_gradient = weak_engine(), weak_unit(), weak_bucket()
         if live_engine is not None and live_unit is not None and live_gradient is not None:
             live_engine.on_grad(live_unit, live_gradient, position, parameter)
 
@@ -310,13 +310,13 @@ class EngineLink:
     Args:
         engine: Engine of the model.
         bucket: Bucket of the parameters.
-        gradient: Gradient of the bucket; None where it is frozen.
+        grad_bucket: Gradient of the bucket; None where it is frozen.
     """
 
-    def __init__(self, engine: Engine, bucket: Bucket, gradient: GradBucket | None) -> None:
+    def __init__(self, engine: Engine, bucket: Bucket, grad_bucket: GradBucket | None) -> None:
         self._engine = weakref.ref(engine)
         self._bucket = weakref.ref(bucket)
-        self._gradient = None if gradient is None else weakref.ref(gradient)
+        self._grad_bucket = None if grad_bucket is None else weakref.ref(grad_bucket)
 
     def finish_gradients(self) -> None:
         """See `parameter.GradientLink`."""
@@ -326,18 +326,18 @@ class EngineLink:
 
     def clear_gradient(self, position: int) -> None:
         """See `parameter.GradientLink`."""
-        engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
-        if engine is not None and gradient is not None:
-            is_kept = gradient.is_kept(position)
+        engine, grad_bucket = self._engine(), None if self._grad_bucket is None else self._grad_bucket()
+        if engine is not None and grad_bucket is not None:
+            is_kept = grad_bucket.is_kept(position)
             if is_kept:
                 engine.finish_gradients()  # a script keeps all that was added to it
-            engine.reducer.zero_grad(gradient, position, is_kept=is_kept)
+            engine.reducer.zero_grad(grad_bucket, position, is_kept=is_kept)
 
     def settle_gradient(self, position: int) -> None:
         """See `parameter.GradientLink`."""
-        gradient = None if self._gradient is None else self._gradient()
-        if gradient is not None:
-            gradient.feedback.settle(position)
+        grad_bucket = None if self._grad_bucket is None else self._grad_bucket()
+        if grad_bucket is not None:
+            grad_bucket.feedback.settle(position)
 
     def keep_writes(self) -> None:
         """Bring to the shards what a script has written into unsharded parameters, before a shard is read."""

@@ -86,7 +86,7 @@ class Internals:
         Waits for the hops in flight, which write to them.
         """
         self.engine.reducer.wait()
-        return [g.feedback for gradients in self.engine.reducer.gradients.values() for g in gradients]
+        return [g.feedback for grad_buckets in self.engine.reducer.grad_buckets.values() for g in grad_buckets]
 
     @property
     def pending_micro_steps(self) -> int:

@@ -287,7 +287,7 @@ class _Planner:
             if versions.needs_sync(bucket.version):
                 versions.param_shard = bucket.version
                 due.append(("param_sync", bucket.plan))
-            due.append((versions.unshard(), bucket.plan))
+            due.append((versions.note_gather(), bucket.plan))
             if due[-1][0] == "param_all_gather":
                 versions.keep_secondary()
         return due

@@ -51,7 +51,7 @@ class UsedParamMap:
 
     Args:
         counts: [usage_numel], int32; overwritten.
-        gradients: Gradients of all trainable buckets, in the same order on every rank.
+        grad_buckets: Gradients of all trainable buckets, in the same order on every rank.
         groups: Process groups.
         progress: Progress of this rank since the last step.
         difference: Number of this rank, 0 in sum over all ranks whose replicas are equal; None if it was not computed.
@@ -60,7 +60,7 @@ class UsedParamMap:
     def __init__(
         self,
         counts: torch.Tensor,
-        gradients: list[GradBucket],
+        grad_buckets: list[GradBucket],
         groups: ProcessGroups,
         progress: RankProgress,
         difference: torch.Tensor | None = None,
@@ -68,12 +68,12 @@ class UsedParamMap:
         self._offsets: dict[GradBucket, int] = {}
         self._counts = counts
         local_counts: list[int] = []
-        for gradient in gradients:
-            offset = self._offsets[gradient] = len(local_counts)
-            local_counts += [_DUE if gradient in progress.due else 0] * len(gradient.bucket.sharded_params)
-            for position in gradient.flags.positions_with(GradFlag.USED):
+        for grad_bucket in grad_buckets:
+            offset = self._offsets[grad_bucket] = len(local_counts)
+            local_counts += [_DUE if grad_bucket in progress.due else 0] * len(grad_bucket.bucket.sharded_params)
+            for position in grad_bucket.flags.positions_with(GradFlag.USED):
                 local_counts[offset + position] += 1
-        is_exchanged = groups.world_group is not None and bool(gradients)
+        is_exchanged = groups.world_group is not None and bool(grad_buckets)
         for value in (progress.window_digest, progress.hop_digest):
             local_counts.append(zero_sum(value, groups.island.index, groups.scopes.world_size) if is_exchanged else 0)
         local_counts.append(groups.desync_digest)
@@ -82,7 +82,7 @@ class UsedParamMap:
         # Torch's allocator reuses pinned memory only after the copy has ended, so the host does not wait for it.
         pinned = torch.tensor(local_counts, dtype=counts.dtype, pin_memory=counts.is_cuda)
         counts.copy_(pinned, non_blocking=True)
-        if groups.world_group is not None and gradients:
+        if groups.world_group is not None and grad_buckets:
             if difference is not None:
                 counts[-1:] += difference
             self._work = groups.world_group.all_reduce(counts, "used parameters")
@@ -93,9 +93,9 @@ class UsedParamMap:
         if work is not None:
             work.wait()
 
-    def _by_position(self, gradient: GradBucket) -> list[int]:
-        start = self._offsets[gradient]
-        return self._all_totals()[start : start + len(gradient.bucket.sharded_params)]
+    def _by_position(self, grad_bucket: GradBucket) -> list[int]:
+        start = self._offsets[grad_bucket]
+        return self._all_totals()[start : start + len(grad_bucket.bucket.sharded_params)]
 
     def _all_totals(self) -> list[int]:
         if self._totals is None:
@@ -103,16 +103,16 @@ class UsedParamMap:
             self._totals = self._counts.tolist()
         return self._totals
 
-    def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
+    def is_pending_elsewhere(self, grad_bucket: GradBucket) -> bool:
         """Whether another rank has a sum that is not reduced yet; never where gradients are sharded."""
-        is_sharded = gradient.bucket.groups.grad_comm is not None
-        return not is_sharded and any(count >= _DUE for count in self._by_position(gradient))
+        is_sharded = grad_bucket.bucket.groups.grad_comm is not None
+        return not is_sharded and any(count >= _DUE for count in self._by_position(grad_bucket))
 
-    def positions(self, gradient: GradBucket) -> list[int]:
+    def positions(self, grad_bucket: GradBucket) -> list[int]:
         """Positions of the parameters of the bucket that any rank has used."""
-        if not gradient.flags.positions_without(GradFlag.USED):
-            return list(range(len(gradient.bucket.sharded_params)))
-        return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
+        if not grad_bucket.flags.positions_without(GradFlag.USED):
+            return list(range(len(grad_bucket.bucket.sharded_params)))
+        return [position for position, count in enumerate(self._by_position(grad_bucket)) if count % _DUE]
 
 
 class DesyncCheck:

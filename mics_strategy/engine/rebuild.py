@@ -36,7 +36,7 @@ def rebuild(sharded: Sharded, made: ProcessGroups) -> None:
     """
     internals = sharded.internals
     engine, groups, context, units = internals.engine, internals.groups, internals.context, internals.units
-    gradients = engine.reducer.gradients
+    grad_buckets = engine.reducer.grad_buckets
     internals.step_hooks.reset_after_error()
     random = groups.trainable_placement.random  # which has counted the draws so far
     made.trainable_placement = dataclasses.replace(made.trainable_placement, random=random)
@@ -59,9 +59,9 @@ def rebuild(sharded: Sharded, made: ProcessGroups) -> None:
         for unit, depth in zip(units, internals.depths, strict=True)
     ]
     plan = MemoryPlan(entries, context.config, groups.scopes, is_stream_ordered=groups.is_stream_ordered)
-    for emptied in (engine, *(gradient for of_unit in gradients.values() for gradient in of_unit)):
+    for emptied in (engine, *(grad_bucket for of_unit in grad_buckets.values() for grad_bucket in of_unit)):
         vars(emptied).clear()  # frees the buffers of before, which the new ones replace
-    build_engine(units, plan, context, engine, gradients)
+    build_engine(units, plan, context, engine, grad_buckets)
     sharded.buffers = ModuleBuffers(sharded.model, context, engine)
     internals.target.is_check_due = internals.target.is_step_over = True
     groups.traffic_log.drain()

@@ -61,7 +61,7 @@ class Reducer:
     """Reduces the gradients of all units of one model.
 
     Attributes:
-        gradients: Gradients of the trainable buckets, by unit index.
+        grad_buckets: Gradients of the trainable buckets, by unit index.
         units: All units, by index.
         groups: Process groups.
         streams: Side streams of reductions.
@@ -74,7 +74,7 @@ class Reducer:
         is_dirty: Whether a backward has begun since gradients were last finished.
     """
 
-    gradients: dict[int, list[GradBucket]]
+    grad_buckets: dict[int, list[GradBucket]]
     units: list[Unit]
     groups: ProcessGroups
     streams: Streams
@@ -93,7 +93,7 @@ class Reducer:
     @property
     def holds_gradients(self) -> bool:
         """Whether this rank has sums or means of gradients that were not cleared."""
-        return any(g.state is not AccumulatorState.NONE for of_unit in self.gradients.values() for g in of_unit)
+        return any(g.state is not AccumulatorState.NONE for of_unit in self.grad_buckets.values() for g in of_unit)
 
     def begin_backward(self, order: list[Unit], idle: set[int], turns: list[Unit]) -> bool:
         """Begin a backward.
@@ -114,12 +114,12 @@ class Reducer:
         agreed = self.desync_check.agreed_units  # a unit that no rank runs must not hold up those behind it
         trained = [unit.index for unit in turns if self._expected[unit.index]]
         self.second_hops.begin_backward(
-            gradient for index in trained if agreed is None or index in agreed for gradient in self.gradients[index]
+            turn for index in trained if agreed is None or index in agreed for turn in self.grad_buckets[index]
         )
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
 
-    def add_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: UnshardedParameter) -> bool:
+    def add_grad(self, unit: Unit, grad_bucket: GradBucket, position: int, parameter: UnshardedParameter) -> bool:
         """Take the gradient that autograd has accumulated on a parameter.
 
         Returns whether it was the unit's last one.
@@ -127,28 +127,28 @@ class Reducer:
         grad, parameter.raw_grad = parameter.raw_grad, None
         if grad is None:
             return False
-        if gradient is not self._collecting:
+        if grad_bucket is not self._collecting:
             self._copy_collected()
-            if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
+            if self.groups.grad_comm is not None and grad_bucket.collected.state is not GradBufferState.FILLING:
                 self._acquire_buffer(unit)
-            gradient.collected.follow(current_stream(gradient.accumulator.device))
-            self._collecting = gradient
-        gradient.add(position, grad)
-        gradients = self.gradients[unit.index]
-        if len(gradients) == 1:
-            return gradient.collected.num_arrived >= self._expected[unit.index]
-        return sum(other.collected.num_arrived for other in gradients) >= self._expected[unit.index]
+            grad_bucket.collected.follow(current_stream(grad_bucket.accumulator.device))
+            self._collecting = grad_bucket
+        grad_bucket.add(position, grad)
+        grad_buckets = self.grad_buckets[unit.index]
+        if len(grad_buckets) == 1:
+            return grad_bucket.collected.num_arrived >= self._expected[unit.index]
+        return sum(other.collected.num_arrived for other in grad_buckets) >= self._expected[unit.index]
 
     def _copy_collected(self) -> None:
         """Copy the gradients of the bucket that has received the last ones to its flat buffer.
 
         Nothing where buckets share one staging buffer (CUDA, without codecs): the first hop copies, on its stream.
         """
-        gradient, self._collecting = self._collecting, None
-        if gradient is not None:
-            self.second_hops.wait(gradient)
-            gradient.collected.join_streams()
-            gradient.copy_kept()
+        grad_bucket, self._collecting = self._collecting, None
+        if grad_bucket is not None:
+            self.second_hops.wait(grad_bucket)
+            grad_bucket.collected.join_streams()
+            grad_bucket.copy_kept()
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
         """Remove and yield the units whose first hops are due once `unit` is complete.
@@ -167,9 +167,9 @@ class Reducer:
         self.launch(self._order.take_due())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         self._copy_collected()
-        for gradients in self.gradients.values():
-            for gradient in gradients:
-                gradient.collected.end()
+        for grad_buckets in self.grad_buckets.values():
+            for grad_bucket in grad_buckets:
+                grad_bucket.collected.end()
         if self.boundary.is_last:
             self.finish_first_hops()
 
@@ -178,16 +178,16 @@ class Reducer:
         self._wait_for(unit)  # its own first hop of an earlier backward
         pool = self.buffers.flat_pools[unit.index]
         buffer = pool.acquire(
-            lambda: self._release_buffer(unit), lambda: self._is_filling(unit), lambda: self._may_send(unit)
+            lambda: self._send_buffer(unit), lambda: self._is_filling(unit), lambda: self._may_send(unit)
         )
         self._bind_buffer(unit, buffer, is_zero=False)
 
     def _bind_buffer(self, unit: Unit, buffer: torch.Tensor, *, is_zero: bool) -> None:
         views = self.buffers.flat_views[unit.index](buffer)
-        for gradient, flat in zip(self.gradients[unit.index], views, strict=True):
-            gradient.collected.bind_buffer(flat, is_zero=is_zero)
+        for grad_bucket, flat in zip(self.grad_buckets[unit.index], views, strict=True):
+            grad_bucket.collected.bind_buffer(flat, is_zero=is_zero)
 
-    def _release_buffer(self, unit: Unit) -> None:
+    def _send_buffer(self, unit: Unit) -> None:
         """Reduce what the buffer of `unit` holds, in order: another unit needs the buffer."""
         if self._is_filling(unit) and self._order.includes(unit):
             self.launch(self._order.take_until(unit))
@@ -201,8 +201,8 @@ class Reducer:
 
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
-        for gradient in self.gradients.get(unit.index, ()):  # `any` would cost more, for each gradient that arrives
-            if gradient.collected.state is GradBufferState.FILLING:
+        for grad_bucket in self.grad_buckets.get(unit.index, ()):  # `any` would cost more, in each `on_grad`
+            if grad_bucket.collected.state is GradBufferState.FILLING:
                 return True
         return False
 
@@ -221,23 +221,23 @@ class Reducer:
             self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit))
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
-                gradients = self.gradients[unit.index]
-                for gradient in gradients:
-                    self.second_hops.wait(gradient)
-                    gradient.collected.join_streams()
-                if gradients[0].collected.state is not GradBufferState.FILLING:
+                grad_buckets = self.grad_buckets[unit.index]
+                for grad_bucket in grad_buckets:
+                    self.second_hops.wait(grad_bucket)
+                    grad_bucket.collected.join_streams()
+                if grad_buckets[0].collected.state is not GradBufferState.FILLING:
                     self._bind_buffer(unit, self.buffers.zero_grads(), is_zero=True)
                 stream = self.streams.reduce_scatter
-                for gradient in gradients:
-                    chains.append(stream.launch(gradient.first_hop()))
+                for grad_bucket in grad_buckets:
+                    chains.append(stream.launch(grad_bucket.first_hop()))
             if chains:
                 self._first_hops.append((unit, chains))
             if self.boundary.is_last and self.overlap_second_hop:
                 # A second hop waits for first hops on its own stream or thread, not for what the host does next. First
                 # hops of one stream end in order, so that the last one stands for those of other units.
-                for gradient in self.gradients[unit.index]:
-                    self.second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-                    for due in self.second_hops.take_turns(gradient):
+                for grad_bucket in self.grad_buckets[unit.index]:
+                    self.second_hops.wait(grad_bucket)  # that of an earlier backward, which was also a boundary
+                    for due in self.second_hops.take_turns(grad_bucket):
                         self.second_hops.start(due, chains[-1:])
             num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
             self._finish_first_hops(len(self._first_hops) - num_in_flight)
@@ -266,7 +266,7 @@ class Reducer:
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
         self.finish_first_hops()
-        gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
+        grad_buckets = [grad_bucket for of_unit in self.grad_buckets.values() for grad_bucket in of_unit]
         hops, counts, difference = self.second_hops, self.buffers.usage, self.desync_check.replicas.difference()
         units = self._order.take_started()
         progress = RankProgress(
@@ -274,7 +274,7 @@ class Reducer:
             hop_digest=hops.digest(with_due=self.groups.grad_comm is not None),
             window_digest=zlib.crc32(f"{self.boundary.number} {units}".encode()),
         )
-        usage = UsedParamMap(counts, gradients, self.groups, progress, difference)
+        usage = UsedParamMap(counts, grad_buckets, self.groups, progress, difference)
         usage.wait()
         self.desync_check.record(units)  # before hops that ranks which differ would wait for without end
         hops.finish(usage)
@@ -289,12 +289,12 @@ class Reducer:
         self.finish_first_hops()
         self.second_hops.wait_all()
 
-    def zero_grad(self, gradient: GradBucket, position: int, *, is_kept: bool) -> None:
+    def zero_grad(self, grad_bucket: GradBucket, position: int, *, is_kept: bool) -> None:
         """Drop one parameter's gradient, with its parts in flight. `is_kept` is that of `GradBucket`."""
         if self._first_hops:
             self.finish_first_hops()
-        self.second_hops.drop(gradient, position)
-        gradient.zero_grad(position, is_kept=is_kept)
+        self.second_hops.drop(grad_bucket, position)
+        grad_bucket.zero_grad(position, is_kept=is_kept)
 
     def end_interrupted_backward(self) -> None:
         """Reduce what has arrived before an exception has ended a backward.
@@ -306,9 +306,9 @@ class Reducer:
         self.launch(self._order.take_due())
         self.finish_first_hops()
         self._copy_collected()
-        for gradients in self.gradients.values():
-            for gradient in gradients:
-                gradient.collected.discard()
+        for grad_buckets in self.grad_buckets.values():
+            for grad_bucket in grad_buckets:
+                grad_bucket.collected.discard()
 
 
 class BackwardCount:

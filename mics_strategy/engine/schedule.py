@@ -49,7 +49,7 @@ class ParamVersions:
         """Whether a param sync has to bring the present `version` to the parameter scope."""
         return self.param_shard != version
 
-    def unshard(self) -> str:
+    def note_gather(self) -> str:
         """Note that the parameters are gathered now; return the role of the all-gather."""
         self.unsharded = self.param_shard
         if self.has_secondary and self.secondary_shard == self.param_shard:

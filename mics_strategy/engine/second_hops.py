@@ -32,23 +32,23 @@ class SecondHops:
     Args:
         stream: Side stream of second hops.
         wires: Pool of wire buffers.
-        unit_gradients: Gradients of the trainable buckets, by unit index, in the order of second hops at the step.
+        unit_grad_buckets: Gradients of the trainable buckets, by unit index, in the order of second hops at the step.
     """
 
     def __init__(
         self,
         stream: OpStream,
         wires: StagingPool,
-        unit_gradients: dict[int, list[GradBucket]],
+        unit_grad_buckets: dict[int, list[GradBucket]],
     ) -> None:
         self._stream = stream
         self._wires = wires
         self._places = {
-            gradient: (unit, number)
-            for unit, gradients in unit_gradients.items()
-            for number, gradient in enumerate(gradients)
+            grad_bucket: (unit, number)
+            for unit, grad_buckets in unit_grad_buckets.items()
+            for number, grad_bucket in enumerate(grad_buckets)
         }
-        self._gradients = [*self._places]
+        self._grad_buckets = [*self._places]
         self._in_flight: dict[GradBucket, OpChain] = {}
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
         self._turns: list[GradBucket] = []  # still to come in this backward
@@ -69,65 +69,65 @@ class SecondHops:
         self._turns = [*reversed([*turns])]
         self._ready.clear()
 
-    def take_turns(self, gradient: GradBucket) -> Iterator[GradBucket]:
+    def take_turns(self, grad_bucket: GradBucket) -> Iterator[GradBucket]:
         """Yield the gradients whose second hops start now, as this one's first has been started."""
-        self._ready.add(gradient)
+        self._ready.add(grad_bucket)
         while self._turns and self._turns[-1] in self._ready:
             due = self._turns.pop()
             self._early.append(due)
             yield due
 
-    def start(self, gradient: GradBucket, first_hops: Sequence[OpChain] = ()) -> None:
+    def start(self, grad_bucket: GradBucket, first_hops: Sequence[OpChain] = ()) -> None:
         """Start a second hop, unless it is in flight.
 
         Args:
-            gradient: Gradient, reduced inside the nodes.
+            grad_bucket: Gradient, reduced inside the nodes.
             first_hops: Chains that this rank has not waited for, the last ones of their stream. The hop waits for them
                 alone, where it runs.
         """
-        if gradient in self._in_flight:
+        if grad_bucket in self._in_flight:
             return
-        self._starts[gradient].append(self._num_backwards)
-        buffer = self._wires.acquire(partial(self.wait, gradient))
-        wire_bytes = gradient.accumulator.numel() * gradient.wire_dtype.itemsize if gradient.casts_second_hop else 0
-        wire = buffer[:wire_bytes].view(gradient.wire_dtype)
+        self._starts[grad_bucket].append(self._num_backwards)
+        buffer = self._wires.acquire(partial(self.wait, grad_bucket))
+        dtype, num_cast = grad_bucket.wire_dtype, grad_bucket.casts_second_hop * grad_bucket.accumulator.numel()
+        wire = buffer[: num_cast * dtype.itemsize].view(dtype)
         streams = {stream for chain in first_hops for stream in chain.streams}
-        self._in_flight[gradient] = self._stream.launch(
-            gradient.second_hop(wire, [work for chain in first_hops for work in chain.queued]),
-            gradient.finish,
+        self._in_flight[grad_bucket] = self._stream.launch(
+            grad_bucket.second_hop(wire, [work for chain in first_hops for work in chain.queued]),
+            grad_bucket.finish,
             behind=streams,
             and_current=not streams or bool(wire.numel()),  # which has waited for the last use of the buffer
         )
 
-    def wait(self, gradient: GradBucket) -> None:
+    def wait(self, grad_bucket: GradBucket) -> None:
         """Wait for a second hop in flight, before anything else happens to the gradient."""
-        chain = self._in_flight.pop(gradient, None)
+        chain = self._in_flight.pop(grad_bucket, None)
         if chain is not None:
             chain.wait()
-            self._finished.append(gradient)
+            self._finished.append(grad_bucket)
 
-    def drop(self, gradient: GradBucket, position: int) -> None:
+    def drop(self, grad_bucket: GradBucket, position: int) -> None:
         """Wait for a second hop in flight, before one parameter's gradient is dropped.
 
         What an early second hop has summed belongs to all ranks, so all must drop it.
         """
-        if gradient in self._in_flight:
-            self.wait(gradient)
-        if gradient in self._early:
-            self._dropped.add((gradient, position))
+        if grad_bucket in self._in_flight:
+            self.wait(grad_bucket)
+        if grad_bucket in self._early:
+            self._dropped.add((grad_bucket, position))
 
     def wait_all(self) -> None:
         """Wait for all second hops."""
-        for gradient in list(self._in_flight):
-            self.wait(gradient)
+        for grad_bucket in list(self._in_flight):
+            self.wait(grad_bucket)
 
     @property
     def due(self) -> set[GradBucket]:
         """Gradients of which this rank holds sums that no second hop has taken."""
         return {
-            gradient
-            for gradient in self._gradients
-            if gradient.state is AccumulatorState.PARTIAL and gradient not in self._in_flight
+            grad_bucket
+            for grad_bucket in self._grad_buckets
+            if grad_bucket.state is AccumulatorState.PARTIAL and grad_bucket not in self._in_flight
         }
 
     def digest(self, *, with_due: bool) -> int:
@@ -138,9 +138,9 @@ class SecondHops:
                 are sharded. Elsewhere only those count that were started before: no other rank would join them.
         """
         due = self.due if with_due else self.due.intersection(self._early)
-        hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
-        dropped = sorted((gradient.name, position) for gradient, position in self._dropped)
-        return zlib.crc32(" ".join([*(gradient.name for gradient in hops), *map(str, dropped)]).encode())
+        hops = [*self._early, *(grad_bucket for grad_bucket in self._grad_buckets if grad_bucket in due)]
+        dropped = sorted((grad_bucket.name, position) for grad_bucket, position in self._dropped)
+        return zlib.crc32(" ".join([*(grad_bucket.name for grad_bucket in hops), *map(str, dropped)]).encode())
 
     def start_due(self, usage: UsedParamMap) -> None:
         """Start all second hops that are due on any rank.
@@ -150,10 +150,10 @@ class SecondHops:
         """
         due = self.due
         known = due.union(self._early)
-        due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
-        for gradient in (gradient for gradient in self._gradients if gradient in due):
-            self.wait(gradient)
-            self.start(gradient)
+        due.update(g for g in self._grad_buckets if g not in known and usage.is_pending_elsewhere(g))
+        for grad_bucket in (grad_bucket for grad_bucket in self._grad_buckets if grad_bucket in due):
+            self.wait(grad_bucket)
+            self.start(grad_bucket)
         self._usage_reductions.append(self._num_backwards)
         self._early.clear()
         self._dropped.clear()
@@ -172,8 +172,8 @@ class SecondHops:
         """An optimizer has used the gradients. Returns hops that others followed."""
         hops = [
             RepeatedHop(micro_step=number - 1, unit=unit, bucket=bucket)
-            for gradient, (unit, bucket) in self._places.items()
-            for number in self._starts[gradient][:-1]
+            for grad_bucket, (unit, bucket) in self._places.items()
+            for number in self._starts[grad_bucket][:-1]
         ]
         usage_reductions = tuple(number - 1 for number in self._usage_reductions[:-1])
         self._starts.clear()
@@ -183,11 +183,11 @@ class SecondHops:
 
     def _expose(self, usage: UsedParamMap) -> None:
         """Show finished gradients on the parameters that any rank has used."""
-        for gradient in self._finished:
-            if gradient.state is AccumulatorState.SHARDED:
-                positions = usage.positions(gradient)
+        for grad_bucket in self._finished:
+            if grad_bucket.state is AccumulatorState.SHARDED:
+                positions = usage.positions(grad_bucket)
                 if positions:
-                    gradient.expose(positions)
+                    grad_bucket.expose(positions)
                 else:
-                    gradient.discard_unused()
+                    grad_bucket.discard_unused()
         self._finished.clear()

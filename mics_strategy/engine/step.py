@@ -169,7 +169,7 @@ class Engine:
             else:
                 self._recompute(call.regions, call)
 
-    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: UnshardedParameter) -> None:
+    def on_grad(self, unit: Unit, grad_bucket: GradBucket, position: int, parameter: UnshardedParameter) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
 
         Autograd may have entered the unit other than through its outputs. It would have refused resharded parameters
@@ -179,7 +179,7 @@ class Engine:
         with NO_RANGE if recorder is None else recorder.compute.on_grad(unit.name):  # a call less for each parameter
             if not self._in_backward:
                 self._on_backward_start()
-            if self.reducer.add_grad(unit, gradient, position, parameter):
+            if self.reducer.add_grad(unit, grad_bucket, position, parameter):
                 self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:
@@ -245,8 +245,8 @@ class Engine:
         """
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
-        gradients = (gradient for of_unit in self.reducer.gradients.values() for gradient in of_unit)
-        if any(gradient.feedback.is_unsettled for gradient in gradients):
+        grad_buckets = (grad_bucket for of_unit in self.reducer.grad_buckets.values() for grad_bucket in of_unit)
+        if any(grad_bucket.feedback.is_unsettled for grad_bucket in grad_buckets):
             for parameter in parameters:
                 parameter.mics_link.settle_gradient(parameter.mics_position)
         self._pending.clear()

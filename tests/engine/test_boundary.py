@@ -131,7 +131,7 @@ BETWEEN = [
 
 
 def gradients_of(sharded: Sharded) -> list[list[GradBucket]]:
-    return [*sharded._engine.reducer.gradients.values()]
+    return [*sharded._engine.reducer.grad_buckets.values()]
 
 
 def play(run: LoopRun, seed: int) -> None:

@@ -68,7 +68,7 @@ def test_gradients_of_the_root_and_two_units_wait_at_most(monkeypatch: pytest.Mo
 
     def measured(reducer: Reducer, unit: Unit, *arguments: Any) -> bool:
         is_last = add_grad(reducer, unit, *arguments)
-        kept = {grad for units in reducer.gradients.values() for one in units for grad in one.collected.kept.values()}
+        kept = {grad for ones in reducer.grad_buckets.values() for one in ones for grad in one.collected.kept.values()}
         sent = {tensor for _, chains in reducer._first_hops for chain in chains for tensor in chain._keepalive}
         waiting.append(sum(grad.numel() for grad in kept | sent))
         return is_last

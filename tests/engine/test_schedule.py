@@ -49,12 +49,12 @@ def test_a_bucket_is_synced_once_per_version() -> None:
 @pytest.mark.parametrize("has_secondary", [False, True])
 def test_a_gather_takes_the_secondary_shard_that_one_of_the_same_version_left(has_secondary: bool) -> None:
     versions = ParamVersions(has_secondary=has_secondary, param_shard=3)
-    assert versions.unshard() == "param_all_gather", "nothing was gathered yet"
+    assert versions.note_gather() == "param_all_gather", "nothing was gathered yet"
     versions.keep_secondary()
     expected = "secondary_all_gather" if has_secondary else "param_all_gather"
-    assert [versions.unshard() for _ in range(3)] == [expected] * 3
+    assert [versions.note_gather() for _ in range(3)] == [expected] * 3
     versions.param_shard = 4
-    assert versions.unshard() == "param_all_gather", "the secondary shard is stale"
+    assert versions.note_gather() == "param_all_gather", "the secondary shard is stale"
     assert versions.unsharded == 4
 
 
