@@ -72,6 +72,19 @@ SLOW = [
         survivors=(0, 2),
         continues_at=3,
     ),
+    Case(
+        scenario=Scenario(
+            name="one-after-the-other",
+            preset="ddp",
+            world_size=6,
+            ranks_per_node=6,
+            num_steps=7,
+            kills={str(rank): (rank, "hop") for rank in range(1, 6)},
+        ),
+        survivors=(0,),
+        continues_at=5,
+        before=((1, 5), (2, 4), (3, 3), (4, 2)),
+    ),
     *(
         Case(
             scenario=Scenario(
