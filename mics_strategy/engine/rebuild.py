@@ -28,7 +28,7 @@ _KEPT = {  # purposes of the memory that stays
 def rebuild(sharded: Sharded, made: ProcessGroups) -> None:
     """Let a model use other process groups. Collective over their ranks.
 
-    A step that has begun is dropped, with its gradients.
+    A step that has begun is dropped, with its gradients, and so is a profile.
 
     Args:
         sharded: Model, of whose former groups no collective is in flight.
@@ -38,6 +38,8 @@ def rebuild(sharded: Sharded, made: ProcessGroups) -> None:
     engine, groups, context, units = internals.engine, internals.groups, internals.context, internals.units
     grad_buckets = engine.reducer.grad_buckets
     internals.step_hooks.reset_after_error()
+    if sharded._profile is not None and sharded._profile.is_recording:
+        sharded._profile.cancel()  # of collectives that are gone
     random = groups.trainable_placement.random  # which has counted the draws so far
     made.trainable_placement = dataclasses.replace(made.trainable_placement, random=random)
     vars(groups).clear()

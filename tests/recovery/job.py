@@ -48,6 +48,7 @@ class Scenario:
         step_s: Seconds that a forward takes longer.
         forks: Whether each rank has a child process, as workers of a DataLoader are, which outlives it.
         rank_0_has_store: Whether rank 0 holds the store, not the launcher.
+        profiles: Whether the job is profiled, longer than it runs; and again at its end.
         num_dealt: Micro-batches of a step that `Attempt.micro_batches` deals out, in fp64; 0 for one of each rank.
     """
 
@@ -65,6 +66,7 @@ class Scenario:
     step_s: float = 0.0
     num_dealt: int = 0
     forks: bool = False
+    profiles: bool = False
     rank_0_has_store: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -166,6 +168,8 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
     recovery = None if scenario.loads else Recovery(sharded, [optimizer], lost_after_s=scenario.lost_after_s)
     optimizer.register_step_pre_hook(lambda *_: killer.strike("update"))
     model[3].register_forward_hook(lambda *_: killer.strike("forward"))
+    if scenario.profiles:
+        sharded.profile(steps=100)
     if scenario.forks and not os.fork():
         time.sleep(CHILD_S)
         os._exit(0)
@@ -212,6 +216,8 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
         else:
             repeated.append(step)
             seconds.append(time.monotonic() - start_s)
+    if scenario.profiles and recovery is not None:
+        sharded.profile(steps=1)  # the former one has ended with the loss
     weights = sharded.full_state_dict()
     states = sharded.full_optimizer_state_dict(optimizer)
     if recovery is not None:

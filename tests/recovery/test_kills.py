@@ -65,6 +65,7 @@ SLOW = [
     node_dies("backward", node=0, name="first-node"),
     node_dies("backward", num_micro_steps=3, name="micro-steps"),
     node_dies("backward", has_buffers=True, name="buffers"),
+    node_dies("backward", profiles=True, name="profiled"),
     *(node_dies("backward", preset=preset, name=f"preset-{preset}") for preset in PRESETS[1:]),
     Case(scenario=Scenario(name="stopped", kills=kills([3], 3, "stop")), survivors=(0, 1), continues_at=3),
     Case(
