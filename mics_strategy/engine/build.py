@@ -210,7 +210,7 @@ def build_engine(
         streams=streams,
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
-        overlap_second_hop="second_hop" in overlap and config.second_hop != "delayed",
+        overlap_second_hop="second_hop" in overlap and config.second_hop != "delayed" and _has_second_hop(context),
         boundary=AccumulationBoundary(predicts=_has_overlapping_second_hop(context)),
         second_hops=_second_hops(grad_buckets, streams.second_hop, buffers, context),
         desync_check=DesyncCheck(
@@ -237,12 +237,16 @@ def build_engine(
     return engine
 
 
+def _has_second_hop(context: BuildContext) -> bool:
+    """Whether second hops send anything. What is left of them would make the host wait for the first hops."""
+    return context.groups.second_scatter_comm is not None or context.groups.replica_comm is not None
+
+
 def _has_overlapping_second_hop(context: BuildContext) -> bool:
     """Whether a backward that is predicted to be the last one may start second hops."""
     config, groups = context.config, context.groups
-    has_second_hop = groups.second_scatter_comm is not None or groups.replica_comm is not None
     is_excluded = config.second_hop != "boundary" or "second_hop" not in config.overlap
-    return groups.grad_comm is not None and has_second_hop and not is_excluded
+    return groups.grad_comm is not None and _has_second_hop(context) and not is_excluded
 
 
 def _second_hops(

@@ -3,15 +3,18 @@
 Shown by the order of events, never by time.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.comm.queue import _QueuedTask
 from tests import models
 from tests.engine.events import recorded
 from tests.engine.test_activation_checkpointing import FORMS
@@ -133,6 +136,27 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
     last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
     assert events.index(f"start all_reduce {units[-1]}") < last_backward
     assert events.count(f"start all_reduce {units[-1]}") == 1
+
+
+def threads_that_join(ctx: RankContext, preset: str) -> tuple[int, set[str]]:
+    """Number and names of the threads that wait where only a communication thread may, in steps of two micro-steps."""
+    names: list[str] = []
+    join = _QueuedTask.join
+
+    def noted(task: _QueuedTask) -> None:
+        names.append(threading.current_thread().name)
+        join(task)
+
+    with mock.patch.object(_QueuedTask, "join", noted):
+        events_of_a_step(ctx, "all", 2, preset)
+    return len(names), set(names) & {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig", "zero2", "zero3", "zeropp-hpz"])
+def test_the_host_never_waits_for_a_first_hop_behind_which_a_second_one_starts(ranks: RankPool, preset: str) -> None:
+    for num_joins, of_host in ranks(4, threads_that_join, preset):
+        assert not of_host
+        assert bool(num_joins) == (preset in ("mics", "paro-nig")), "others have no second hop"
 
 
 def ended_second_hops(ctx: RankContext, preset: str) -> list[int]:
