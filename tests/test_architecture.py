@@ -41,7 +41,7 @@ CEILINGS = {
 READING = {
     ("reading.md", "The engine in an hour"): (19, 5_653),
     ("contributing.md", "Add an algorithm of a collective"): (9, 2_144),
-    ("contributing.md", "Add a scope of a model state"): (10, 3_175),
+    ("contributing.md", "Add a scope of a model state"): (10, 3_179),
     ("contributing.md", "Find out why a unit is gathered late"): (5, 1_544),
     ("contributing.md", "Add what changes the time of a simulated step"): (8, 2_173),
 }
