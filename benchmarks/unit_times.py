@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -118,6 +119,7 @@ def main(workload: str, path: str) -> None:
         Path(path).write_text(json.dumps(dataclasses.asdict(slowest)))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads sometimes end a process with SIGABRT at the interpreter's end (pytorch#190489)
 
 
 if __name__ == "__main__":
