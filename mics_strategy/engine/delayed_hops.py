@@ -118,8 +118,8 @@ class LossScales:
     of one number; None where nothing has been scaled.
 
     Attributes:
-        pending: Of the window whose hop is in flight.
-        kept: Of the kept means.
+        pending: Scale of the window whose hop is in flight.
+        kept: Scale of the kept means.
     """
 
     def __init__(self) -> None:

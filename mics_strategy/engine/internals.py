@@ -25,7 +25,7 @@ class Internals:
         target: Engine's side of its optimizer steps.
         step_hooks: Hooks around its optimizer steps.
         units: Units in module order, the root first.
-        context: What the engine was built with.
+        context: Objects that the engine was built with.
         depths: Number of units around each unit.
     """
 

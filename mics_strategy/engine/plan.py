@@ -106,7 +106,7 @@ class PlannedCollective(NamedTuple):
     """One stage of a collective of a step. A planner makes millions of them, so equal stages share their traffic.
 
     Attributes:
-        traffic: What is sent.
+        traffic: Kind, ranks and bytes of what is sent.
         unit: Name of the unit, or of the bucket with owners.
         phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop", "update" or
             "outer_step".

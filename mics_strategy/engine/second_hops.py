@@ -146,7 +146,7 @@ class SecondHops:
         """Start all second hops that are due on any rank.
 
         Args:
-            usage: What the small all-reduce of the step says.
+            usage: Result of the small all-reduce of the step.
         """
         due = self.due
         known = due.union(self._early)
@@ -162,7 +162,7 @@ class SecondHops:
         """Start what is due, wait for all, and show finished gradients.
 
         Args:
-            usage: What the small all-reduce of the step says.
+            usage: Result of the small all-reduce of the step.
         """
         self.start_due(usage)
         self.wait_all()

@@ -261,6 +261,13 @@ def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float) -
         raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ConfigError(f"`optimizers={optimizers}` are no optimizers. Pass a list of those of the model.")
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [p.mics_name for p in sharded.internals.parameters if p.requires_grad and id(p) not in stepped]
+    if missing:
+        raise ConfigError(
+            f"`optimizers` lack the trained parameter `{missing[0]}`. An optimizer that `Recovery` does not know would "
+            "update twice when a step is run again: pass all of them."
+        )
     if sharded.device.type != "cpu" or backend_of(dist.group.WORLD, "cpu") != "gloo":
         raise ConfigError(f"`Recovery` needs a model on the CPU and gloo; this one is on {sharded.device}. Restart.")
     if sharded.internals.groups.resources.watchdog.num_models > 1:

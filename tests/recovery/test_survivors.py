@@ -86,6 +86,7 @@ def refusals(ctx: RankContext) -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
 
     refuse(lambda: Recovery(sharded, [], lost_after_s=1.0))
+    refuse(lambda: Recovery(sharded, [torch.optim.SGD([model.weight], lr=0.1)], lost_after_s=1.0))
     refuse(lambda: Recovery(sharded, [optimizer], lost_after_s=0.0 if ctx.rank == 1 else 1.0))
     recovery = Recovery(sharded, [optimizer])
     refuse(optimizer.step)
@@ -120,6 +121,7 @@ def refusals(ctx: RankContext) -> list[str]:
 def test_what_recovery_refuses_is_refused_by_name_on_every_rank(ranks: RankPool) -> None:
     words = (
         "ConfigError: `optimizers=[]` are no optimizers",
+        "ConfigError: `optimizers` lack the trained parameter `bias`",
         "ConfigError: `lost_after_s=0.0` is no time. Use seconds, such as 5.0. (found on rank 1)",
         "LifecycleError: An optimizer stepped outside of `Recovery.attempt()`",
         "ConfigError: `SGD.step` got a closure",
