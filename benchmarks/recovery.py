@@ -19,6 +19,7 @@ def main() -> None:
     """Print the ratio of step times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=512, help="of six linear layers")
+    parser.add_argument("--samples", type=int, default=32, help="of a rank in a step")
     parser.add_argument("--windows", type=int, default=20, help="pairs of windows")
     parser.add_argument("--steps", type=int, default=20, help="steps of a window")
     args = parser.parse_args()
@@ -28,7 +29,7 @@ def main() -> None:
     model = nn.Sequential(*layers)
     sharded = shard(model, "mics", units=[nn.Linear], topology=Topology(ranks_per_node=dist.get_world_size() // 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = torch.randn(32, args.width)
+    batch = torch.randn(args.samples, args.width)
 
     def step() -> None:
         model(batch).square().mean().backward()
