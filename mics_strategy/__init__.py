@@ -22,6 +22,7 @@ __all__ = [
     "ShapeError",
     "ShardConfig",
     "Sharded",
+    "StragglerWatch",
     "Topology",
     "atomic_checkpoint_folder",
     "check_checkpoint",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
     from mics_strategy.engine.handle import Sharded
     from mics_strategy.engine.optimizer.delayed import finish_delayed
+    from mics_strategy.engine.profile.stragglers import StragglerWatch
     from mics_strategy.errors import (
         CheckpointError,
         CommunicationError,
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle", "engine.optimizer.delayed")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
-    _HOMES += ("recovery.attempt",)
+    _HOMES += ("recovery.attempt", "engine.profile.stragglers")
 
     def __getattr__(name: str) -> object:
         """Import a public name where it is first used."""

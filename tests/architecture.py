@@ -97,7 +97,7 @@ PUBLIC_NAMES = {
     *("LifecycleError", "NoFeasiblePlan", "ShapeError"),
     *("OpenCheckpoint", "PendingSave", "finish_saves", "load_checkpoint", "load_newest_checkpoint"),
     *("load_weights", "newest_checkpoint", "remove_checkpoint", "save_checkpoint", "Recovery"),
-    *("check_checkpoint", "is_checkpoint", "atomic_checkpoint_folder", "finish_delayed"),
+    *("check_checkpoint", "is_checkpoint", "atomic_checkpoint_folder", "finish_delayed", "StragglerWatch"),
 }
 TOP_LEVEL = {
     *("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "CITATION.cff"),

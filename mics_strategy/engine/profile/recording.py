@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
 from mics_strategy.comm.ranges import DeviceClock, HostClock, Recorder
 from mics_strategy.engine.internals import Internals
-from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
+from mics_strategy.engine.profile.result import (
+    MAX_GATHERED,
+    ProfileResult,
+    check_trace_path,
+    make_trace_folder,
+    rank_steps,
+)
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.timeline import Row
 
@@ -23,17 +30,23 @@ class Profile:
     Args:
         model: Model to record.
         num_steps: Steps to record.
-        path: File that receives the trace after the last step; None for none.
         origin_ns: Wall time that counts as 0, the same on all ranks, nanoseconds.
+        gather: Function that makes the result that all ranks share of this rank's rows and the number of steps.
 
     Attributes:
         is_recording: Whether it waits for its first step or records.
     """
 
-    def __init__(self, model: Internals, num_steps: int, path: Path | None, origin_ns: int) -> None:
+    def __init__(
+        self,
+        model: Internals,
+        num_steps: int,
+        origin_ns: int,
+        gather: Callable[[tuple[Row, ...], int], ProfileResult],
+    ) -> None:
         self._model = model
         self._num_steps = num_steps
-        self._path = path
+        self._gather = gather
         is_cuda = model.groups.device.type == "cuda"
         clock = DeviceClock(model.groups.device, origin_ns) if is_cuda else HostClock(origin_ns)
         self._recorder = Recorder(clock, self._end_step, has_nvtx=is_cuda)
@@ -48,6 +61,11 @@ class Profile:
         self.is_recording = True
         if self._model.target.is_step_over:
             self._begin_first_step()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another recording has begun since, so that this one never ends."""
+        return self.is_recording and self._ranges.recorder is not self._recorder
 
     @property
     def steps_left(self) -> int:
@@ -110,23 +128,28 @@ class Profile:
         """End the recording, and let all ranks know the result. Collective."""
         self._ranges.end()
         self.is_recording = False
-        self._result = gather_result(self._recorder.close(self._model.groups.rank), self._num_recorded)
-        if self._model.groups.rank == 0:
-            print(self._result.summary(), flush=True)
-        path, result = self._path, self._result
-        if path is not None:
-            run_on_all_ranks(lambda: result.write_trace(path), ConfigError)
+        self._result = self._gather(self._recorder.close(self._model.groups.rank), self._num_recorded)
 
 
-def gather_result(rows: tuple[Row, ...], num_steps: int) -> ProfileResult:
-    """The result that all ranks share, of each rank's rows. Collective.
+def gather_result(rows: tuple[Row, ...], num_steps: int, path: Path | None) -> ProfileResult:
+    """The result that all ranks share, of each rank's rows, which rank 0 prints and writes. Collective.
+
+    Args:
+        rows: Rows of this rank.
+        num_steps: Steps that they cover.
+        path: File that receives the trace; None for none.
 
     Cost:
         One gather of all rows, at most `MAX_GATHERED` intervals in total.
     """
     num_intervals = sum(gather_objects(sum(len(row.intervals) for row in rows)))
-    own = rank_steps(rows, num_steps, num_intervals)
-    return ProfileResult(rank=own.rank, num_steps=num_steps, own_rows=rows, ranks=tuple(gather_objects(own)))
+    own = rank_steps(rows, num_steps, keeps_rows=num_intervals <= MAX_GATHERED)
+    result = ProfileResult(rank=own.rank, num_steps=num_steps, own_rows=rows, ranks=tuple(gather_objects(own)))
+    if own.rank == 0:
+        print(result.summary(), flush=True)
+    if path is not None:
+        run_on_all_ranks(lambda: result.write_trace(path), ConfigError)
+    return result
 
 
 def begin_profile(model: Internals, present: Profile | None, steps: int, path: str | Path | None) -> Profile:
@@ -158,6 +181,6 @@ def begin_profile(model: Internals, present: Profile | None, steps: int, path: s
 
     file, by_rank = run_and_gather(check)
     check_equal([arguments for arguments, _ in by_rank])
-    profile = Profile(model, steps, file, by_rank[0][1])
+    profile = Profile(model, steps, by_rank[0][1], lambda rows, num_steps: gather_result(rows, num_steps, file))
     profile.begin()
     return profile

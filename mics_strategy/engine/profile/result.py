@@ -27,7 +27,7 @@ class RankSteps:
         rank: The rank.
         step_s: Seconds of one step, the mean.
         seconds: Seconds of one step by part of the compute row, all units together.
-        rows: Rows of the rank; empty where all ranks together have too many intervals.
+        rows: Rows of the rank; empty where all ranks together have too many intervals, or nobody reads them.
     """
 
     rank: int
@@ -41,13 +41,13 @@ class RankSteps:
         return sum(seconds for key, seconds in self.seconds.items() if key.category is not Category.WAIT)
 
 
-def rank_steps(rows: tuple[Row, ...], num_steps: int, num_intervals: int) -> RankSteps:
+def rank_steps(rows: tuple[Row, ...], num_steps: int, *, keeps_rows: bool) -> RankSteps:
     """The steps of one rank.
 
     Args:
         rows: Rows of the rank.
         num_steps: Steps that they cover.
-        num_intervals: Intervals of all ranks.
+        keeps_rows: Whether the rows are part of it.
     """
     timeline = Timeline(source="recorded", num_steps=num_steps, rows=rows)
     rank = rows[0].rank
@@ -59,13 +59,13 @@ def rank_steps(rows: tuple[Row, ...], num_steps: int, num_intervals: int) -> Ran
         rank=rank,
         step_s=timeline.step_s(rank),
         seconds=dict(seconds),
-        rows=rows if num_intervals <= MAX_GATHERED else (),
+        rows=rows if keeps_rows else (),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowestRank:
-    """The rank that the others wait for.
+class SlowRank:
+    """A rank that others wait for.
 
     Attributes:
         rank: The rank.
@@ -82,28 +82,25 @@ class SlowestRank:
     excess_s: float
 
     def __str__(self) -> str:
-        """The rank and its reason in one sentence."""
+        """Its times and its reason."""
         return (
-            f"Rank {self.rank} is the slowest: {self.busy_s * 1e3:.1f} ms of a step outside of waits, "
-            f"{self.median_busy_s * 1e3:.1f} ms on the median rank. It spends {self.excess_s * 1e3:.1f} ms more than "
-            f"that one in {self.reason.category.value} ({self.reason})."
+            f"{self.busy_s * 1e3:.1f} ms of a step outside of waits, {self.median_busy_s * 1e3:.1f} ms on the median "
+            f"rank. It spends {self.excess_s * 1e3:.1f} ms more than that one in {self.reason.category.value} "
+            f"({self.reason})."
         )
 
 
-def slowest_rank(ranks: Sequence[RankSteps]) -> SlowestRank | None:
-    """The slowest of several ranks; None for one rank."""
-    if len(ranks) < 2:
-        return None
-    slowest = max(ranks, key=lambda steps: steps.busy_s)
+def compare_with_median(rank: RankSteps, ranks: Sequence[RankSteps]) -> SlowRank:
+    """A rank beside the median of all of them."""
     excess = {
         key: seconds - statistics.median(steps.seconds.get(key, 0.0) for steps in ranks)
-        for key, seconds in slowest.seconds.items()
+        for key, seconds in rank.seconds.items()
         if key.category is not Category.WAIT
     }
     reason = max(excess, key=lambda key: excess[key])
-    return SlowestRank(
-        rank=slowest.rank,
-        busy_s=slowest.busy_s,
+    return SlowRank(
+        rank=rank.rank,
+        busy_s=rank.busy_s,
         median_busy_s=statistics.median(steps.busy_s for steps in ranks),
         reason=reason,
         excess_s=excess[reason],
@@ -143,9 +140,11 @@ class ProfileResult:
         return self.ranks[self.rank].step_s
 
     @property
-    def slowest(self) -> SlowestRank | None:
+    def slowest(self) -> SlowRank | None:
         """The rank that the others wait for; None in a job of one rank."""
-        return slowest_rank(self.ranks)
+        if len(self.ranks) < 2:
+            return None
+        return compare_with_median(max(self.ranks, key=lambda steps: steps.busy_s), self.ranks)
 
     def table(self, planned: Timeline | None = None, *, by_unit: bool = True) -> str:
         """This rank's parts of a step as text.
@@ -190,7 +189,7 @@ class ProfileResult:
 
     def summary(self) -> str:
         """The step and the slowest rank in one line."""
-        slowest = "" if self.slowest is None else f" {self.slowest}"
+        slowest = "" if self.slowest is None else f" Rank {self.slowest.rank} is the slowest: {self.slowest}"
         return f"Profiled {self.num_steps} steps of {self.step_s * 1e3:.1f} ms.{slowest}"
 
 
