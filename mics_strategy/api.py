@@ -31,7 +31,6 @@ from mics_strategy.engine.exact_dtensor import mean_gradient
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
-from mics_strategy.engine.optimizer.delayed import DelayedTarget, delayed_of
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
@@ -40,7 +39,6 @@ from mics_strategy.engine.setup.resolve import node_name, resolve_topology, targ
 from mics_strategy.engine.state_dict import load_full_values
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
-from mics_strategy.outer.target import OuterTarget, outer_of
 from mics_strategy.scopes import Scopes, unused_codecs
 from mics_strategy.tuning.autotune import autotune, report
 from mics_strategy.tuning.coalesce import choose_coalescing
@@ -230,18 +228,22 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)
     if context.device.type == "cuda":
         context.groups.resources.connect()
-    if (outer := outer_of(sharded)) is not None:
-        outer.follow(sharded)
-    elif (delayed := delayed_of(sharded)) is not None:
-        delayed.follow(model)
+    sharded.internals.target.follow(model, sharded.buffers)
     context.groups.traffic_log.drain()
     return sharded
 
 
 def _target_class(config: ShardConfig) -> type[OptimizerTarget]:
+    """The engine's side of optimizer steps. Those of other algorithms are loaded where they are asked for."""
     if config.second_hop == "delayed":
+        from mics_strategy.engine.optimizer.delayed import DelayedTarget
+
         return DelayedTarget
-    return OuterTarget if config.outer_every else OptimizerTarget
+    if config.outer_every:
+        from mics_strategy.outer.target import OuterTarget
+
+        return OuterTarget
+    return OptimizerTarget
 
 
 def _take_over_gradients(modules: list[UnitSpec], sharded: Sharded) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.units import UnitSpec
-from mics_strategy.planner.auto import AutoJob, choose, stated_cluster
+from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
@@ -41,7 +41,11 @@ def rank_device(config: ShardConfig, device: torch.device, model: nn.Module) -> 
     if not (config.is_auto or config.has_auto_partition):
         return RankDevice()
     memory_bytes = free_gpu_bytes(device, model) if device.type == "cuda" else _machine_bytes()
-    return RankDevice(memory_bytes=memory_bytes, cluster=repr(stated_cluster(config)) if config.is_auto else "")
+    if not config.is_auto:
+        return RankDevice(memory_bytes=memory_bytes)
+    from mics_strategy.planner.scope_search import stated_cluster  # which no other configuration loads
+
+    return RankDevice(memory_bytes=memory_bytes, cluster=repr(stated_cluster(config)))
 
 
 def choose_scopes(

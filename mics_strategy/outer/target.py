@@ -20,6 +20,7 @@ from mics_strategy.comm.work import Work
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.grad_scaler import JOB_MESH
 from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
@@ -97,9 +98,9 @@ class OuterTarget(OptimizerTarget):
         self._has_anchor = False  # taken before the first step, after whatever is loaded
         self._is_late = False  # an outer step was due, and its last optimizer has not stepped
 
-    def follow(self, sharded: Sharded) -> None:
-        """Connect with the model, once it is sharded."""
-        self._buffers = sharded.buffers
+    @override
+    def follow(self, model: nn.Module, buffers: ModuleBuffers) -> None:
+        self._buffers = buffers
         setattr(self._groups.trainable_placement.device_mesh, JOB_MESH, self._groups.island.job_mesh)
         on_gradients = self.engine.on_gradients
 
@@ -116,7 +117,7 @@ class OuterTarget(OptimizerTarget):
             self.check_load(incompatible.missing_keys)
             self.restart()
 
-        for module in sharded.model.modules():  # also of a part of the model, which is loaded by itself
+        for module in model.modules():  # also of a part of the model, which is loaded by itself
             module.register_load_state_dict_post_hook(on_load)
 
     def fill(self) -> None:

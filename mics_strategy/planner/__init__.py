@@ -7,12 +7,13 @@ it is used.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mics_strategy.planner.choice import Choice, SimulatedStep, plan, simulate
-from mics_strategy.planner.cluster import Cluster
-from mics_strategy.planner.space import Space
-from mics_strategy.planner.workload import Workload
+if TYPE_CHECKING:
+    from mics_strategy.planner.choice import Choice, SimulatedStep, plan, simulate
+    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.space import Space
+    from mics_strategy.planner.workload import Workload
 
 __all__ = ["Choice", "Cluster", "SimulatedStep", "Space", "Workload", "plan", "simulate"]
 

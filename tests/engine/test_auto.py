@@ -14,8 +14,9 @@ from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.auto_scopes import description_of
 from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
-from mics_strategy.planner.auto import AutoJob, job_cluster, price
+from mics_strategy.planner.auto import AutoJob
 from mics_strategy.planner.memory import MicroBatch, Overheads, rank_memory
+from mics_strategy.planner.scope_search import job_cluster, price
 from mics_strategy.scopes import resolve_scopes
 from tests import models
 from tests.engine.training import Run, assert_same, plain, start, train_without_reading

@@ -12,17 +12,7 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.plan import USAGE, StepOrder, plan_step
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
-from mics_strategy.planner.auto import (
-    ACTIVATIONS_SHARE,
-    AutoJob,
-    Candidate,
-    choose,
-    choose_partition,
-    choose_scopes,
-    comm_seconds,
-    job_cluster,
-    price,
-)
+from mics_strategy.planner.auto import ACTIVATIONS_SHARE, AutoJob, Candidate, choose, choose_partition
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import plan
 from mics_strategy.planner.cluster import Cluster, Link
@@ -31,6 +21,7 @@ from mics_strategy.planner.engine_memory import engine_memory
 from mics_strategy.planner.memory import MicroBatch, Overheads, activation_bytes, rank_memory
 from mics_strategy.planner.model import ModelDescription, ParameterShape
 from mics_strategy.planner.role_times import RoleTimes
+from mics_strategy.planner.scope_search import choose_scopes, comm_seconds, job_cluster, price
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import solve
 from mics_strategy.planner.space import ScopedConfig, Space, topology_of
@@ -164,7 +155,7 @@ def test_the_few_gradients_of_adapters_are_not_sharded(nodes: int, memory: float
 
 
 def is_of(candidate: Candidate, config: ShardConfig) -> bool:
-    found = candidate.scoped.config
+    found = candidate.config
     return (*degrees(found), found.secondary_params) == (*degrees(config), config.secondary_params)
 
 

@@ -35,6 +35,7 @@ from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.delayed_hops import DelayedHops
 from mics_strategy.engine.grad_scaler import LOSS_SCALES
 from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
@@ -90,7 +91,8 @@ class DelayedTarget(OptimizerTarget):
         setattr(self._groups.trainable_placement.device_mesh, LOSS_SCALES, self.hops.scales)
         self._holds_tentative = False  # whether the masters hold the tentative parameters
 
-    def follow(self, model: nn.Module) -> None:
+    @override
+    def follow(self, model: nn.Module, buffers: ModuleBuffers) -> None:
         """Begin anew where a state dict is loaded, also into a part of the model."""
         weak = weakref.ref(self)
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.traffic import StageTraffic
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.hooks import EngineLink
+from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.schedule import NONE_REPEATED, RepeatedHops
@@ -108,6 +110,9 @@ class OptimizerTarget:
         buckets = [bucket for unit in self.engine.units for bucket in unit.trainable_buckets]
         owned = assign_owners_by_bucket(buckets, set(parameters), self._owners, self._groups.scopes.optimizer)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
+
+    def follow(self, model: nn.Module, buffers: ModuleBuffers) -> None:
+        """Connect with the model and its buffers, once it is sharded."""
 
     def pre_forward(self, *, is_training: bool) -> None:
         """A forward of the model begins.
