@@ -67,7 +67,7 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
         stack_path: On SIGUSR1 the stacks of all threads are written to this file.
     """
     gc.freeze()  # what was there before the fork: collecting it takes long and copies its pages
-    gc.set_threshold(10_000, 10, 10)  # collecting takes a twelfth of a job otherwise; `_run` does it at the end
+    gc.set_threshold(10_000, 10, 10)  # collecting takes a twelfth of a job otherwise; below once a job
     with stack_path.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         while True:
@@ -80,8 +80,12 @@ def serve_jobs(connection: Connection, stack_path: Path) -> None:
             sys.stderr.flush()
             if "coverage" in sys.modules:  # `make coverage`; the pool will kill this rank
                 sys.modules["coverage"].Coverage.current().save()
-            connection.send_bytes(_pickled(reply))
-            if reply.failure or reply.cleanup_failure:
+            sent, is_last = _pickled(reply), bool(reply.failure or reply.cleanup_failure)
+            del reply  # an error in it may hold, by the traceback of its cause, the model of the job
+            gc.collect()
+            gc.freeze()  # what is left lives on: modules and caches
+            connection.send_bytes(sent)
+            if is_last:
                 return
 
 
@@ -139,8 +143,6 @@ def _run(job: Job) -> Reply:
             _check_nothing_left(threads)
         except Exception as error:  # reported to the test
             return Reply(value=value, cleanup_failure=Failure.of(error).portable())
-    gc.collect()
-    gc.freeze()  # what is left lives on: modules and caches
     return Reply(value=value)
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -49,6 +50,37 @@ def _dtensor_sum(ctx: RankContext) -> float:
     total = (sharded * 2).sum()
     assert isinstance(total, DTensor)
     return total.full_tensor().item()
+
+
+class _Model:
+    """Refers to itself, as models do."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+_models: weakref.WeakSet[_Model] = weakref.WeakSet()
+
+
+def _error_of_a_model(ctx: RankContext) -> Exception:
+    """An error like that of `run_on_all_ranks`: the traceback of its cause holds a model."""
+    model = _Model()
+    _models.add(model)
+
+    def fail() -> None:
+        raise KeyError(id(model))
+
+    try:
+        try:
+            fail()
+        except KeyError as cause:
+            raise ValueError("refused") from cause
+    except ValueError as error:
+        return error.with_traceback(None)
+
+
+def _num_models(ctx: RankContext) -> int:
+    return len(_models)
 
 
 def _fail_on_rank_1(ctx: RankContext) -> None:
@@ -133,6 +165,12 @@ def test_every_job_starts_with_the_same_seeds(ranks: RankPool) -> None:
     first = ranks(2, _draws)
     assert first[0] == first[1]
     assert ranks(2, _draws) == first
+
+
+def test_what_a_job_returns_keeps_no_model_alive(ranks: RankPool) -> None:
+    """It would be there in all later jobs of the process, whose hooks of optimizers would ask it."""
+    assert [str(error) for error in ranks(2, _error_of_a_model)] == ["refused"] * 2
+    assert ranks(2, _num_models) == [0, 0]
 
 
 def test_tensors_travel_by_value(ranks: RankPool) -> None:
