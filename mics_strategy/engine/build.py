@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -23,14 +24,13 @@ from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.bucket_specs import BucketRules, BucketSpec, ParamSpec, collectives_of, make_buckets
 from mics_strategy.engine.delayed_hops import DelayedHops, make_delayed
 from mics_strategy.engine.feedback import make_feedback
-from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, staging_views
 from mics_strategy.engine.memory_plan import MemoryPlan, Staging, UnitBuckets
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.plan import ROOT_NAME
-from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
-from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
+from mics_strategy.engine.rank_agreement import AccumulationWindow, RankAgreement, ReplicaCheck
+from mics_strategy.engine.reducer import Reducer, ReducerBuffers
 from mics_strategy.engine.schedule import USAGE_DTYPE, second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.step import Engine, OverlapPolicy
@@ -203,6 +203,9 @@ def build_engine(
     streams = Streams(context.device, context.groups.scopes)
     buffers = _reducer_buffers(grad_buckets, plan, context)
     _allocate_workspaces(units, context)
+    overlaps_second_hop = "second_hop" in overlap and config.second_hop != "delayed" and _has_second_hop(context)
+    can_predict = config.second_hop == "boundary" and context.groups.grad_comm is not None
+    window = AccumulationWindow(predicts=overlaps_second_hop and can_predict)
     reducer = Reducer(
         grad_buckets=grad_buckets,
         units=units,
@@ -210,22 +213,15 @@ def build_engine(
         streams=streams,
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
-        overlap_second_hop="second_hop" in overlap and config.second_hop != "delayed" and _has_second_hop(context),
-        boundary=AccumulationBoundary(predicts=_has_overlapping_second_hop(context)),
-        second_hops=_second_hops(grad_buckets, streams.second_hop, buffers, context),
-        desync_check=DesyncCheck(
-            buffers.usage,
-            context.groups,
-            ReplicaCheck(
-                [bucket for unit in units for bucket in unit.buckets], context.groups, config.steps_between_checks
-            ),
-        ),
+        overlap_second_hop=overlaps_second_hop,
+        window=window,
+        second_hops=_second_hops(grad_buckets, streams.second_hop, plan, window, context),
+        agreement=_agreement(units, grad_buckets, plan, context),
     )
     engine = Engine.__new__(Engine) if engine is None else engine
     engine.__init__(  # type: ignore[misc]
         units,
         reducer,
-        BackwardCount(reducer),
         _gather_resources(plan, streams.all_gather, context),
         OverlapPolicy(
             prefetch=config.prefetch if "gather" in overlap else 0,
@@ -242,21 +238,26 @@ def _has_second_hop(context: BuildContext) -> bool:
     return context.groups.second_scatter_comm is not None or context.groups.replica_comm is not None
 
 
-def _has_overlapping_second_hop(context: BuildContext) -> bool:
-    """Whether a backward that is predicted to be the last one may start second hops."""
-    config, groups = context.config, context.groups
-    is_excluded = config.second_hop != "boundary" or "second_hop" not in config.overlap
-    return groups.grad_comm is not None and _has_second_hop(context) and not is_excluded
-
-
 def _second_hops(
-    grad_buckets: dict[int, list[GradBucket]], stream: OpStream, buffers: ReducerBuffers, context: BuildContext
+    grad_buckets: Gradients,
+    stream: OpStream,
+    plan: MemoryPlan,
+    window: AccumulationWindow,
+    context: BuildContext,
 ) -> SecondHops:
+    wires = _pool("second-hop staging buffers", plan.second_hop_staging, context)
     in_order = {index: grad_buckets[index] for index in second_hop_order(grad_buckets)}
     if context.config.second_hop == "delayed":
         delayed = make_delayed(grad_buckets.values(), context.memory, context.device)
-        return DelayedHops(stream, buffers.second_hop, in_order, delayed)
-    return SecondHops(stream, buffers.second_hop, in_order)
+        return DelayedHops(stream, wires, in_order, window, delayed)
+    return SecondHops(stream, wires, in_order, window)
+
+
+def _agreement(units: list[Unit], grad_buckets: Gradients, plan: MemoryPlan, context: BuildContext) -> RankAgreement:
+    counts = context.memory.zeros("used parameters", plan.usage_numel, USAGE_DTYPE, context.device)
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    replicas = ReplicaCheck(buckets, context.groups, context.config.steps_between_checks)
+    return RankAgreement(counts, [*chain.from_iterable(grad_buckets.values())], context.groups, replicas)
 
 
 def _pool(purpose: str, staging: Staging, context: BuildContext) -> StagingPool:
@@ -326,8 +327,6 @@ def _reducer_buffers(
         flat_pools={index: pools[plan.units[index].depth] for index in grad_buckets},
         flat_views=views,
         zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
-        second_hop=_pool("second-hop staging buffers", plan.second_hop_staging, context),
-        usage=memory.zeros("used parameters", plan.usage_numel, USAGE_DTYPE, device),
     )
 
 

@@ -31,7 +31,7 @@ from mics_strategy.engine.bucket_specs import delayed_pieces
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.lifecycle import ACCUMULATOR_TRANSITIONS, AccumulatorState, GradFlag, transition
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena
-from mics_strategy.engine.rank_agreement import UsedParamMap
+from mics_strategy.engine.rank_agreement import AccumulationWindow, RankAgreement
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain, OpStream
 from mics_strategy.errors import LifecycleError
@@ -156,6 +156,7 @@ class DelayedHops(SecondHops):
         stream: Side stream of second hops.
         wires: Pool of wire buffers.
         unit_grad_buckets: As of `SecondHops`.
+        window: As of `SecondHops`.
         delayed: The gradient of the window before, for each of them.
 
     Attributes:
@@ -173,13 +174,15 @@ class DelayedHops(SecondHops):
         stream: OpStream,
         wires: StagingPool,
         unit_grad_buckets: dict[int, list[GradBucket]],
+        window: AccumulationWindow,
         delayed: Sequence[DelayedGrad],
     ) -> None:
-        super().__init__(stream, wires, unit_grad_buckets)
+        super().__init__(stream, wires, unit_grad_buckets, window)
         self.delayed = delayed
         self.scales = LossScales()
         self.on_finish: Callable[[], None] = lambda: None
         self._delayed_of = {grad_bucket.window: grad_bucket for grad_bucket in delayed}
+        self._places |= {grad_bucket: self._places[grad_bucket.window] for grad_bucket in delayed}
         self.restart()
 
     def restart(self) -> None:
@@ -229,14 +232,14 @@ class DelayedHops(SecondHops):
         super().start(delayed, first_hops)
 
     @override
-    def finish(self, usage: UsedParamMap) -> None:
+    def finish(self, agreement: RankAgreement) -> None:
         is_first, self.has_pending = not self.has_pending, True
         if not is_first:
             self._keep()
         for delayed in self.delayed:
             delayed.clear()
-            delayed.positions = usage.positions(delayed.window)
-        self.start_due(usage)
+            delayed.positions = agreement.used_positions(delayed.window)
+        self.start_due(agreement)
         if is_first:
             self._keep()
         self._expose_kept()

@@ -197,12 +197,12 @@ class Sharded:
 
     @contextmanager
     def _declaring(self, *, is_last: bool) -> Iterator[None]:
-        boundary = self._engine.reducer.boundary
-        before, boundary.declared = boundary.declared, is_last
+        window = self._engine.reducer.window
+        before, window.declared = window.declared, is_last
         try:
             yield
         finally:
-            boundary.declared = before
+            window.declared = before
 
     def clip_grad_norm_(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import cast
 
@@ -14,6 +15,8 @@ from mics_strategy.engine.optimizer.step import StepHooks
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.step import Engine
+
+_log = logging.getLogger(__name__)
 
 
 class Internals:
@@ -44,6 +47,7 @@ class Internals:
         self.target = target
         self.step_hooks = step_hooks
         self.units = engine.units
+        self._has_warned = False
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -94,11 +98,18 @@ class Internals:
 
         Checkpoints do not hold pending gradients.
         """
-        return self.engine.backwards.num_pending
+        return self.engine.reducer.num_pending_backwards
 
     def warn_pending_gradients(self) -> None:
         """Warn once, on rank 0, that a checkpoint does not hold the pending gradients."""
-        self.engine.backwards.warn_pending_gradients()
+        count, has_warned = self.pending_micro_steps, self._has_warned
+        self._has_warned = has_warned or count > 0
+        if count and not has_warned and self.groups.rank == 0:
+            _log.warning(
+                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not in a "
+                "checkpoint: a job that resumes from it continues without them. Save right after an optimizer step.",
+                count,
+            )
 
     def set_references(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
         """Set what param syncs of differences add to. Collective.

@@ -193,7 +193,7 @@ class ModuleBuffers:
     @property
     def _is_deferring(self) -> bool:
         """Whether the loop declared that more micro-steps follow before synchronization."""
-        return self._engine.reducer.boundary.declared is False
+        return self._engine.reducer.window.declared is False
 
     def synchronize_islands(self) -> None:
         """Broadcast rank 0's buffers to all islands, whose values differ. Collective over all ranks of the job."""

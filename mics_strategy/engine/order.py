@@ -6,7 +6,7 @@
   needs units. While parameters are sharded, it is the same on every rank, so a rank whose backward skips a unit can
   still take part in its collectives.
 
-What all ranks start in one order is in `global_order`.
+What all ranks start in one order is in `rank_agreement`.
 """
 
 from __future__ import annotations

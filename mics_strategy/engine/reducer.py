@@ -11,28 +11,22 @@ all parameters itself has to read the counts.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.autograd import UnshardedParameter
-from mics_strategy.engine.global_order import AccumulationBoundary, FirstHopOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import StagingPool
-from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
+from mics_strategy.engine.rank_agreement import AccumulationWindow, RankAgreement, Turns
 from mics_strategy.engine.schedule import RepeatedHops
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain, Streams, current_stream
 from mics_strategy.engine.unit import Unit
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +39,11 @@ class ReducerBuffers:
         zero_grads: Returns zeros, as large as the largest flat buffer; allocated at the first call. A unit without a
             gradient sends them, so that it takes no buffer from a unit that has one. Never written to, so any number
             of collectives may read them.
-        second_hop: Pool of a bucket's second hop in the wire dtype, where that is not the dtype of the sum.
-        usage: Number of ranks that use each trainable parameter.
     """
 
     flat_pools: dict[int, StagingPool]
     flat_views: dict[int, Callable[[torch.Tensor], list[torch.Tensor]]]
     zero_grads: Callable[[], torch.Tensor]
-    second_hop: StagingPool
-    usage: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -68,8 +58,8 @@ class Reducer:
         buffers: See `ReducerBuffers`.
         overlap_reduce: Whether a first hop may overlap with the rest of the backward.
         overlap_second_hop: Whether a second hop may start before the last backward has ended.
-        desync_check: Check that all ranks submit the same collectives.
-        boundary: Whether the present backward is the last one before the optimizer step.
+        agreement: The small all-reduce of a step.
+        window: The backwards since the last optimizer step.
         second_hops: Second hops of one optimizer step.
         is_dirty: Whether a backward has begun since gradients were last finished.
     """
@@ -81,12 +71,12 @@ class Reducer:
     buffers: ReducerBuffers
     overlap_reduce: bool
     overlap_second_hop: bool
-    desync_check: DesyncCheck
-    boundary: AccumulationBoundary
+    agreement: RankAgreement
+    window: AccumulationWindow
     second_hops: SecondHops
     is_dirty: bool = False
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
-    _order: FirstHopOrder = field(default_factory=FirstHopOrder)
+    _turns: Turns[Unit] = field(default_factory=Turns)  # of first hops, in this backward
     _first_hops: deque[tuple[Unit, list[OpChain]]] = field(default_factory=deque)  # in flight
     _collecting: GradBucket | None = None  # that has received the last gradients
 
@@ -95,28 +85,34 @@ class Reducer:
         """Whether this rank has sums or means of gradients that were not cleared."""
         return any(g.state is not AccumulatorState.NONE for of_unit in self.grad_buckets.values() for g in of_unit)
 
-    def begin_backward(self, order: list[Unit], idle: set[int], turns: list[Unit]) -> bool:
+    @property
+    def num_pending_backwards(self) -> int:
+        """Number of backwards whose gradients no optimizer step has used."""
+        return self.window.number if self.holds_gradients else 0
+
+    def begin_backward(self, order: list[Unit], idle: list[Unit], turns: list[Unit]) -> bool:
         """Begin a backward.
 
         Returns whether other parameters than in the previous one require gradients.
 
         Args:
             order: Units that may receive gradients on some rank, first to be reduced first.
-            idle: Indices of units that this rank has not run.
+            idle: Units that this rank has not run.
             turns: All units, in the order of early second hops.
         """
+        self.window.begin_backward(adds=self.holds_gradients)
         self.is_dirty = True
         previous, self._expected = (
             self._expected,
             {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
         )
-        self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
-        agreed = self.desync_check.agreed_units  # a unit that no rank runs must not hold up those behind it
+        self._turns.begin((unit for unit in order if self._expected[unit.index]), idle)
+        agreed = self.agreement.agreed_units  # a unit that no rank runs must not hold up those behind it
         trained = [unit.index for unit in turns if self._expected[unit.index]]
         self.second_hops.begin_backward(
             turn for index in trained if agreed is None or index in agreed for turn in self.grad_buckets[index]
         )
-        self.launch(self._order.take_due())
+        self.launch(self._turns.take())
         return bool(previous) and previous != self._expected
 
     def add_grad(self, unit: Unit, grad_bucket: GradBucket, position: int, parameter: UnshardedParameter) -> bool:
@@ -150,27 +146,24 @@ class Reducer:
             grad_bucket.collected.join_streams()
             grad_bucket.copy_kept()
 
-    def take_ready(self, unit: Unit) -> Iterator[Unit]:
-        """Remove and yield the units whose first hops are due once `unit` is complete.
+    def complete(self, unit: Unit) -> Iterable[Unit]:
+        """A unit receives no more gradients in this backward. Returns the units whose first hops are due now.
 
-        A unit outside the order was not expected: a reentrant checkpoint, or gradients that arrive a second time.
+        A unit whose turn is over was not expected: a reentrant checkpoint, or gradients that arrive a second time.
         """
-        if self._order.includes(unit):
-            self._order.complete(unit)
-            yield from self._order.take_due()
-        elif self._is_filling(unit):
-            yield unit
+        if unit in self._turns:
+            return self._turns.take(unit)
+        return (unit,) if self._is_filling(unit) else ()
 
     def end_backward(self) -> None:
         """Reduce the remaining units in order, then those that received gradients twice."""
-        self._order.complete_all()
-        self.launch(self._order.take_due())
+        self.launch(self._turns.take_rest())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         self._copy_collected()
         for grad_buckets in self.grad_buckets.values():
             for grad_bucket in grad_buckets:
                 grad_bucket.collected.end()
-        if self.boundary.is_last:
+        if self.window.is_last:
             self.finish_first_hops()
 
     def _acquire_buffer(self, unit: Unit) -> None:
@@ -189,15 +182,15 @@ class Reducer:
 
     def _send_buffer(self, unit: Unit) -> None:
         """Reduce what the buffer of `unit` holds, in order: another unit needs the buffer."""
-        if self._is_filling(unit) and self._order.includes(unit):
-            self.launch(self._order.take_until(unit))
+        if self._is_filling(unit) and unit in self._turns:
+            self.launch(self._turns.take_until(unit))
         if self._is_filling(unit):
             self.launch([unit])
         self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
         """Whether `unit` may start: no unit before it waits for its first gradient."""
-        return all(self._is_filling(other) for other in self._order.incomplete_before(unit))
+        return all(self._is_filling(other) for other in self._turns.unready_before(unit))
 
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
@@ -217,7 +210,7 @@ class Reducer:
             # A unit's second first hop in one backward (a reentrant checkpoint, late gradients) waits for all: else a
             # second hop that waits for its turn behind one of them would start while the new first hop is in flight.
             # Its first one in a backward waits for its own of an earlier backward.
-            is_another = self._order.start(unit)
+            is_another = self.window.record_first_hop(unit.index)
             self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit))
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
@@ -232,7 +225,7 @@ class Reducer:
                     chains.append(stream.launch(grad_bucket.first_hop()))
             if chains:
                 self._first_hops.append((unit, chains))
-            if self.boundary.is_last and self.overlap_second_hop:
+            if self.window.is_last and self.overlap_second_hop:
                 # A second hop waits for first hops on its own stream or thread, not for what the host does next. First
                 # hops of one stream end in order, so that the last one stands for those of other units.
                 for grad_bucket in self.grad_buckets[unit.index]:
@@ -264,25 +257,15 @@ class Reducer:
     def finish(self) -> None:
         """Make every gradient the mean over all ranks, and expose it. Collective."""
         self.is_dirty = False
-        self.desync_check.raise_if_desynced()
+        self.agreement.raise_if_desynced()
         self.finish_first_hops()
-        grad_buckets = [grad_bucket for of_unit in self.grad_buckets.values() for grad_bucket in of_unit]
-        hops, counts, difference = self.second_hops, self.buffers.usage, self.desync_check.replicas.difference()
-        units = self._order.take_started()
-        progress = RankProgress(
-            due=hops.due,
-            hop_digest=hops.digest(with_due=self.groups.grad_comm is not None),
-            window_digest=zlib.crc32(f"{self.boundary.number} {units}".encode()),
-        )
-        usage = UsedParamMap(counts, grad_buckets, self.groups, progress, difference)
-        usage.wait()
-        self.desync_check.record(units)  # before hops that ranks which differ would wait for without end
-        hops.finish(usage)
+        hops = self.second_hops
+        self.agreement.reduce(hops.due, hops.digest(with_due=self.groups.grad_comm is not None), self.window)
+        hops.finish(self.agreement)
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
-        self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.agreed_units is not None)
-        return dataclasses.replace(self.second_hops.end_step(), first_hops=self._order.end_step())
+        return self.window.end_step(is_equal_on_all_ranks=self.agreement.agreed_units is not None)
 
     def wait(self) -> None:
         """Wait for all hops in flight, and for second hops due right behind them."""
@@ -302,49 +285,9 @@ class Reducer:
         Torch keeps that on parameters, too. All that is due is reduced, as other ranks may have come further. Gradients
         that have come a second time are dropped.
         """
-        self._order.complete_all()
-        self.launch(self._order.take_due())
+        self.launch(self._turns.take_rest())
         self.finish_first_hops()
         self._copy_collected()
         for grad_buckets in self.grad_buckets.values():
             for grad_bucket in grad_buckets:
                 grad_bucket.collected.discard()
-
-
-class BackwardCount:
-    """Counts of backwards, and the warning that a checkpoint lacks their gradients.
-
-    Args:
-        reducer: Reducer that holds the gradients.
-
-    Attributes:
-        num_in_step: Backwards since an optimizer step last read the count.
-        num_unused: Backwards since the last optimizer step, or since gradients were last cleared.
-    """
-
-    def __init__(self, reducer: Reducer) -> None:
-        self.num_in_step = 0
-        self.num_unused = 0
-        self._reducer = reducer
-        self._has_warned = False
-
-    def begin(self) -> None:
-        """A backward begins."""
-        self.num_in_step += 1
-        self.num_unused = self.num_unused + 1 if self._reducer.holds_gradients else 1
-
-    @property
-    def num_pending(self) -> int:
-        """Number of backwards whose gradients no optimizer step has used."""
-        return self.num_unused if self._reducer.holds_gradients else 0
-
-    def warn_pending_gradients(self) -> None:
-        """Warn once, on rank 0, that pending gradients will not be in a checkpoint."""
-        count, has_warned = self.num_pending, self._has_warned
-        self._has_warned = has_warned or count > 0
-        if count and not has_warned and self._reducer.groups.rank == 0:
-            _log.warning(
-                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not in a "
-                "checkpoint: a job that resumes from it continues without them. Save right after an optimizer step.",
-                count,
-            )

@@ -14,15 +14,13 @@ Sums are linear, so a second hop too many changes no number.
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState
 from mics_strategy.engine.memory import StagingPool
-from mics_strategy.engine.rank_agreement import UsedParamMap
-from mics_strategy.engine.schedule import RepeatedHop, RepeatedHops
+from mics_strategy.engine.rank_agreement import AccumulationWindow, RankAgreement, Turns
 from mics_strategy.engine.streams import OpChain, OpStream
 
 
@@ -33,6 +31,7 @@ class SecondHops:
         stream: Side stream of second hops.
         wires: Pool of wire buffers.
         unit_grad_buckets: Gradients of the trainable buckets, by unit index, in the order of second hops at the step.
+        window: The backwards of the step.
     """
 
     def __init__(
@@ -40,9 +39,11 @@ class SecondHops:
         stream: OpStream,
         wires: StagingPool,
         unit_grad_buckets: dict[int, list[GradBucket]],
+        window: AccumulationWindow,
     ) -> None:
         self._stream = stream
         self._wires = wires
+        self._window = window
         self._places = {
             grad_bucket: (unit, number)
             for unit, grad_buckets in unit_grad_buckets.items()
@@ -51,13 +52,9 @@ class SecondHops:
         self._grad_buckets = [*self._places]
         self._in_flight: dict[GradBucket, OpChain] = {}
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
-        self._turns: list[GradBucket] = []  # still to come in this backward
-        self._ready: set[GradBucket] = set()  # whose first hops were started in this backward
+        self._turns: Turns[GradBucket] = Turns()  # in this backward
         self._early: list[GradBucket] = []  # started since the last step, in that order
         self._dropped: set[tuple[GradBucket, int]] = set()  # parameters, by position, dropped after that
-        self._num_backwards = 0  # in this step
-        self._starts: defaultdict[GradBucket, list[int]] = defaultdict(list)  # backwards of this step before each
-        self._usage_reductions: list[int] = []  # and before each small all-reduce
 
     def begin_backward(self, turns: Iterable[GradBucket]) -> None:
         """A backward begins.
@@ -65,15 +62,11 @@ class SecondHops:
         Args:
             turns: Gradients that may get a second hop in it, in an order that is the same on all ranks.
         """
-        self._num_backwards += 1
-        self._turns = [*reversed([*turns])]
-        self._ready.clear()
+        self._turns.begin(turns)
 
     def take_turns(self, grad_bucket: GradBucket) -> Iterator[GradBucket]:
         """Yield the gradients whose second hops start now, as this one's first has been started."""
-        self._ready.add(grad_bucket)
-        while self._turns and self._turns[-1] in self._ready:
-            due = self._turns.pop()
+        for due in self._turns.take(grad_bucket):
             self._early.append(due)
             yield due
 
@@ -87,7 +80,7 @@ class SecondHops:
         """
         if grad_bucket in self._in_flight:
             return
-        self._starts[grad_bucket].append(self._num_backwards)
+        self._window.record_second_hop(*self._places[grad_bucket])
         buffer = self._wires.acquire(partial(self.wait, grad_bucket))
         dtype, num_cast = grad_bucket.wire_dtype, grad_bucket.casts_second_hop * grad_bucket.accumulator.numel()
         wire = buffer[: num_cast * dtype.itemsize].view(dtype)
@@ -142,50 +135,24 @@ class SecondHops:
         dropped = sorted((grad_bucket.name, position) for grad_bucket, position in self._dropped)
         return zlib.crc32(" ".join([*(grad_bucket.name for grad_bucket in hops), *map(str, dropped)]).encode())
 
-    def start_due(self, usage: UsedParamMap) -> None:
-        """Start all second hops that are due on any rank.
-
-        Args:
-            usage: Result of the small all-reduce of the step.
-        """
+    def start_due(self, agreement: RankAgreement) -> None:
+        """Start all second hops that are due on any rank, as the small all-reduce of the step says."""
         due = self.due
         known = due.union(self._early)
-        due.update(g for g in self._grad_buckets if g not in known and usage.is_pending_elsewhere(g))
+        due.update(g for g in self._grad_buckets if g not in known and agreement.is_pending_elsewhere(g))
         for grad_bucket in (grad_bucket for grad_bucket in self._grad_buckets if grad_bucket in due):
             self.wait(grad_bucket)
             self.start(grad_bucket)
-        self._usage_reductions.append(self._num_backwards)
         self._early.clear()
         self._dropped.clear()
 
-    def finish(self, usage: UsedParamMap) -> None:
-        """Start what is due, wait for all, and show finished gradients.
-
-        Args:
-            usage: Result of the small all-reduce of the step.
-        """
-        self.start_due(usage)
+    def finish(self, agreement: RankAgreement) -> None:
+        """Start what is due, wait for all, and show finished gradients on the parameters that any rank has used."""
+        self.start_due(agreement)
         self.wait_all()
-        self._expose(usage)
-
-    def end_step(self) -> RepeatedHops:
-        """An optimizer has used the gradients. Returns hops that others followed."""
-        hops = [
-            RepeatedHop(micro_step=number - 1, unit=unit, bucket=bucket)
-            for grad_bucket, (unit, bucket) in self._places.items()
-            for number in self._starts[grad_bucket][:-1]
-        ]
-        usage_reductions = tuple(number - 1 for number in self._usage_reductions[:-1])
-        self._starts.clear()
-        self._usage_reductions.clear()
-        self._num_backwards = 0
-        return RepeatedHops(hops=tuple(hops), usage_reductions=usage_reductions)
-
-    def _expose(self, usage: UsedParamMap) -> None:
-        """Show finished gradients on the parameters that any rank has used."""
         for grad_bucket in self._finished:
             if grad_bucket.state is AccumulatorState.SHARDED:
-                positions = usage.positions(grad_bucket)
+                positions = agreement.used_positions(grad_bucket)
                 if positions:
                     grad_bucket.expose(positions)
                 else:

@@ -22,13 +22,13 @@ import torch
 from mics_strategy.comm.ranges import NO_RANGE
 from mics_strategy.engine.autograd import DoubleBackward, UnshardedParameter
 from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
-from mics_strategy.engine.global_order import GlobalOrder
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, PendingBackwards, TrainingPass
 from mics_strategy.engine.parameter import ShardedParameter
-from mics_strategy.engine.reducer import BackwardCount, Reducer
+from mics_strategy.engine.rank_agreement import GlobalOrder
+from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.schedule import reduces_every_unit
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
@@ -60,7 +60,6 @@ class Engine:
     Args:
         units: Units by index; the root is the first.
         reducer: Reducer of their gradients.
-        backwards: Counts of backwards in this step, and of those that no step has used.
         resources: Stream and buffers of all-gathers.
         overlap: See `OverlapPolicy`.
 
@@ -75,14 +74,12 @@ class Engine:
         self,
         units: list[Unit],
         reducer: Reducer,
-        backwards: BackwardCount,
         resources: GatherResources,
         overlap: OverlapPolicy,
     ) -> None:
         self.units = units
         self.reducer = reducer
         self.order = ExecutionOrder()
-        self.backwards = backwards
         self.overlap = overlap
         self.ranges = reducer.groups.resources.ranges
         self.on_gradients: Callable[[], None] = lambda: None
@@ -180,7 +177,7 @@ class Engine:
             if not self._in_backward:
                 self._on_backward_start()
             if self.reducer.add_grad(unit, grad_bucket, position, parameter):
-                self.reducer.launch(self.reducer.take_ready(unit))
+                self.reducer.launch(self.reducer.complete(unit))
 
     def post_backward(self) -> None:
         """Reduce the remaining units and release every unit.
@@ -244,7 +241,6 @@ class Engine:
             parameters: Those that the optimizer has.
         """
         self.reducer.groups.record_step()
-        self.backwards.num_unused = 0
         grad_buckets = (grad_bucket for of_unit in self.reducer.grad_buckets.values() for grad_bucket in of_unit)
         if any(grad_bucket.feedback.is_unsettled for grad_bucket in grad_buckets):
             for parameter in parameters:
@@ -335,8 +331,6 @@ class Engine:
         for unit in self.units:
             unit.check_hooks()
         self._in_backward = True
-        self.backwards.begin()
-        self.reducer.boundary.begin_backward(self.backwards.num_unused)
         self.reducer.groups.record_backward()
         self.order.freeze()
         self._pending.mark_earliest_enters()
@@ -345,7 +339,7 @@ class Engine:
         turns = self.global_order.units[::-1]
         order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
         ran = self._pass.without_graph | self._pending.skipped
-        idle = {unit.index for unit in self.units if unit.num_pending_calls == 0} - ran
+        idle = [unit for unit in self.units if unit.num_pending_calls == 0 and unit.index not in ran]
         if self.reducer.begin_backward(order, idle, turns):
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
@@ -411,7 +405,7 @@ class Engine:
                 unit.exit_backward()
             if unit.num_pending_calls == 0 and unit.earliest_enter > call.leave:
                 unit.earliest_enter = -1
-                self.reducer.launch(self.reducer.take_ready(unit))
+                self.reducer.launch(self.reducer.complete(unit))
 
     def _release(self, unit: Unit) -> None:
         unit.earliest_enter = -1

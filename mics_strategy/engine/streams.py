@@ -34,7 +34,7 @@ _NOTHING = nullcontext()
 #    A second hop starts behind the first hops instead.
 # 2. Whoever needs the result waits for the chain's event, on its own stream: the host goes on. It might free gradients
 #    that a chain still reads, so the chain keeps them alive until somebody has waited (`_keepalive`); all other memory
-#    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`DesyncCheck`).
+#    is permanent. The one wait of the host in a step is for the small all-reduce of the step before (`RankAgreement`).
 # 3. Nothing asks what has completed: a rank that acted on it would launch in another order than its peers, and NCCL
 #    would wait for ever.
 # 4. With codecs, the part of a chain before its first collective runs on the encoding stream, which waits for the

@@ -164,7 +164,7 @@ class OuterTarget(OptimizerTarget):
     @override
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         stepped = list(parameters)
-        if self.engine.backwards.num_in_step:
+        if self.engine.reducer.window.num_backwards:
             self._optimizers.begin_step(is_late=self._is_late)
             self.num_in_round += 1
         is_last, is_round_over = self._optimizers.take(stepped), self.num_in_round >= self._every  # a loaded one: more

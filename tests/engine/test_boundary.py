@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
-from mics_strategy.engine.global_order import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.rank_agreement import AccumulationWindow
 from mics_strategy.engine.reducer import Reducer
-from mics_strategy.engine.schedule import RepeatedHops
+from mics_strategy.engine.schedule import NONE_REPEATED, RepeatedHop, RepeatedHops
 from tests import models
 from tests.engine import unusual
 from tests.engine.events import recorded
@@ -190,22 +190,22 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
         run = start([ctx.rank], config)
         assert run.sharded is not None
         repeated, predicted = [], []
-        begin, end = AccumulationBoundary.begin_backward, Reducer.end_step
+        begin, end = AccumulationWindow.begin_backward, Reducer.end_step
 
-        def spied_begin(boundary: AccumulationBoundary, number: int, predicted=predicted, begin=begin) -> None:
-            begin(boundary, number)
-            predicted.append(boundary.is_last and boundary.declared is None)
+        def spied_begin(window: AccumulationWindow, *, adds: bool, predicted=predicted, begin=begin) -> None:
+            begin(window, adds=adds)
+            predicted.append(window.is_last and window.declared is None)
 
         def spied_end(reducer: Reducer, repeated=repeated, end=end) -> RepeatedHops:
             found = end(reducer)
             repeated.append(len(found.hops))
             return found
 
-        AccumulationBoundary.begin_backward, Reducer.end_step = spied_begin, spied_end
+        AccumulationWindow.begin_backward, Reducer.end_step = spied_begin, spied_end
         try:
             play(run, seed)
         finally:
-            AccumulationBoundary.begin_backward, Reducer.end_step = begin, end
+            AccumulationWindow.begin_backward, Reducer.end_step = begin, end
         results.append(([*wholes(dict(run.model.named_parameters())).values()], sum(predicted), sum(repeated)))
     return results
 
@@ -450,15 +450,15 @@ def test_the_plan_names_the_second_hops_of_windows_that_are_read_or_begun_again(
 def lasts(
     lengths: list[int], declared: bool | None = None, predicts: bool = True, unequal: tuple[int, ...] = ()
 ) -> list[list[bool]]:
-    boundary = AccumulationBoundary(predicts=predicts)
-    boundary.declared = declared
+    window = AccumulationWindow(predicts=predicts)
+    window.declared = declared
     found = []
     for length in lengths:
         found.append([])
-        for number in range(1, length + 1):
-            boundary.begin_backward(number)
-            found[-1].append(boundary.is_last)
-        boundary.end_step(is_equal_on_all_ranks=length not in unequal)
+        for index in range(length):
+            window.begin_backward(adds=index > 0)
+            found[-1].append(window.is_last)
+        window.end_step(is_equal_on_all_ranks=length not in unequal)
     return found
 
 
@@ -472,14 +472,32 @@ def test_two_equal_steps_predict_the_third() -> None:
 
 
 def test_a_window_that_was_cleared_or_another_optimizer_is_no_step() -> None:
-    boundary = AccumulationBoundary(predicts=True)
+    window = AccumulationWindow(predicts=True)
     for _ in range(3):
-        boundary.begin_backward(1)
-        boundary.begin_backward(1)  # gradients were cleared
-        boundary.begin_backward(2)
-        boundary.end_step(is_equal_on_all_ranks=True)
-        boundary.end_step(is_equal_on_all_ranks=True)  # a second optimizer
-    boundary.begin_backward(1)
-    assert not boundary.is_last
-    boundary.begin_backward(2)
-    assert boundary.is_last
+        window.begin_backward(adds=False)
+        window.begin_backward(adds=False)  # gradients were cleared
+        window.begin_backward(adds=True)
+        assert (window.num_backwards, window.number) == (3, 2)
+        window.end_step(is_equal_on_all_ranks=True)
+        window.end_step(is_equal_on_all_ranks=True)  # a second optimizer
+    window.begin_backward(adds=False)
+    assert not window.is_last
+    window.begin_backward(adds=True)
+    assert window.is_last
+    assert (window.num_backwards, window.number) == (2, 2)
+
+
+def test_a_window_returns_what_was_reduced_again() -> None:
+    window = AccumulationWindow(predicts=False)
+    for adds in (False, True):
+        window.begin_backward(adds=adds)
+        assert [window.record_first_hop(unit) for unit in (2, 1)] == [False, False]
+        window.record_second_hop(2, 0)
+        assert window.take_reduced() == [1, 2]
+    assert window.record_first_hop(1)
+    assert window.take_reduced() == [1]
+    repeated = window.end_step(is_equal_on_all_ranks=True)
+    assert repeated.first_hops == ((1, 1),)
+    assert repeated.hops == (RepeatedHop(micro_step=0, unit=2, bucket=0),)
+    assert repeated.usage_reductions == (0, 1)
+    assert window.end_step(is_equal_on_all_ranks=True) == NONE_REPEATED

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from mics_strategy.engine.global_order import GlobalOrder
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, PendingBackwards, TrainingPass
+from mics_strategy.engine.rank_agreement import GlobalOrder, Turns
 
 
 @dataclass(eq=False)
@@ -234,3 +234,25 @@ def test_global_order_yields_each_unit_once_until_it_restarts() -> None:
     assert common.take_rest() == []
     common.restart()
     assert common.take_rest() == units
+
+
+def test_hops_start_in_their_order_when_all_before_them_have() -> None:
+    turns: Turns[str] = Turns()
+    turns.begin("abcde", ready="b")
+    assert list(turns.take("c")) == []
+    assert turns.unready_before("d") == ["a"]
+    assert list(turns.take("a")) == ["a", "b", "c"]
+    assert [item in turns for item in "cd"] == [False, True]
+    assert turns.unready_before("a") == []
+    assert list(turns.take("e")) == []
+    assert list(turns.take_rest()) == ["d", "e"]
+
+
+def test_a_hop_that_is_needed_now_takes_those_before_it_along_and_no_other() -> None:
+    turns: Turns[str] = Turns()
+    turns.begin("abcd", ready="cd")
+    assert turns.take_until("b") == ["a", "b"]
+    assert list(turns.take()) == ["c", "d"]
+    turns.begin("ab")
+    assert list(turns.take("b")) == []  # ready in the backward before, no longer now
+    assert list(turns.take("a")) == ["a", "b"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
-from mics_strategy.engine.rank_agreement import READ_AT_ONCE, DesyncCheck, RankProgress, ReplicaCheck, UsedParamMap
+from mics_strategy.engine.rank_agreement import READ_AT_ONCE, AccumulationWindow, RankAgreement, ReplicaCheck
 from mics_strategy.engine.streams import OpChain
 from tests.ranks import RankContext, RankPool
 
@@ -23,9 +23,9 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def make_check(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
+def make_check(groups: Any) -> tuple[RankAgreement, torch.Tensor]:
     counts = torch.zeros(4, dtype=torch.int32)
-    check = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
+    check = RankAgreement(counts, [], groups, ReplicaCheck([], groups, -1))
     check._digests = counts[-3:].as_subclass(OnGpu)
     return check, counts
 
@@ -69,21 +69,22 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
             options_of_calls.append(options)
             return super().copy_(source, **options)
 
-    counts: Any = torch.zeros(3, dtype=torch.int32).as_subclass(Counts)
-    groups: Any = SimpleNamespace(
-        desync_digest=5, world_group=None, island=SimpleNamespace(index=1), scopes=SimpleNamespace(world_size=2)
-    )
+    groups: Any = SimpleNamespace(desync_digest=0, world_group=None)
+    replicas: Any = SimpleNamespace(difference=lambda: None)
+    counts = torch.ones(3, dtype=torch.int32)
+    agreement = RankAgreement(counts, [], groups, replicas)
+    agreement._counts = counts.as_subclass(Counts)
     with mock.patch.object(torch, "tensor", tensor):
-        UsedParamMap(counts, [], groups, RankProgress(due=set(), hop_digest=7, window_digest=2))
+        agreement.reduce(set(), 7, AccumulationWindow(predicts=False))
     assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
-    assert counts.as_subclass(torch.Tensor).tolist() == [0, 0, 5]
+    assert counts.tolist() == [0, 0, 0]
 
 
 def errors_of_uneven_nodes(ctx: RankContext) -> str:
     """The error of a rank whose node runs three backwards, the other two, where totals are read a step later."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded = shard(model, ShardConfig.preset("mics", topology=Topology(ranks_per_node=2)), units=[nn.Linear])
-    check = sharded._engine.reducer.desync_check
+    check = sharded._engine.reducer.agreement
     check._digests = check._digests.as_subclass(OnGpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mock.patch.object(torch.cuda, "Event"):
@@ -117,7 +118,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
     with (
         mock.patch.object(second_hop, "launch", final_at_once),
-        mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
+        mock.patch.object(RankAgreement, "_by_position", autospec=True, side_effect=RankAgreement._by_position) as read,
     ):
         for micro in range(2):
             with sharded.micro_step(micro, of=2):

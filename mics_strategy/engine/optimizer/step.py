@@ -153,7 +153,7 @@ class StepHooks:
             return
         swap.sync_owned()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if target.owns(p)]
-        is_first = target.engine.backwards.num_in_step > 0  # of the optimizers that share a step
+        is_first = target.engine.reducer.window.num_backwards > 0  # of the optimizers that share a step
         target.post_step(parameters, swap.exchanges)
         recorder = target.engine.ranges.recorder
         if recorder is not None:

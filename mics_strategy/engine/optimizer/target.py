@@ -142,13 +142,12 @@ class OptimizerTarget:
         """
         self.engine.post_step(parameters)
         self.is_check_due = self.is_step_over = True
-        if self.engine.backwards.num_in_step:
+        if num_backwards := self.engine.reducer.window.num_backwards:
             self.last_step = LastStep(
-                num_backwards=self.engine.backwards.num_in_step,
+                num_backwards=num_backwards,
                 repeated=self.engine.reducer.end_step(),
                 issued=self._groups.traffic_log.drain(),
             )
-            self.engine.backwards.num_in_step = 0
             self.last_exchanges = [*exchanges]
             self.steps_done += 1
         else:  # another optimizer of the same step
