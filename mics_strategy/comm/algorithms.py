@@ -7,7 +7,7 @@ algorithm of a stage.
 
 Sums add the rows in the order of the ranks, in fp32 or wider. That makes one rounding for each contribution of a narrow
 wire dtype instead of one for each step of a ring, and the same bits in every run. Backends add by themselves on
-accelerators, in the wire dtype, and in plain all-reduces (`Stages.all_reduce_plain`).
+accelerators, in the wire dtype, and in plain all-reduces (`Stages.all_reduce`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ class NativeAlgorithm:
     def __init__(self, transport: Transport, workspace: Workspace) -> None:
         self.transport = transport
         self._workspace = workspace
-
-    def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which sums go on to the next stage; the last sums have `dtype`."""
-        return wire
 
     def reduce_scatter(
         self,
@@ -86,10 +82,6 @@ class NativeAlgorithm:
 
 class OrderedAlgorithm(NativeAlgorithm):
     """Exchanges rows, and adds them in rank order, in the dtype of the sum."""
-
-    @override
-    def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        return dtype
 
     @override
     def reduce_scatter(
@@ -146,10 +138,6 @@ class QuantizedAlgorithm:
         self.quantizer = quantizer
         self.gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
-
-    def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-        """See `NativeAlgorithm.sum_dtype`."""
-        return dtype
 
     def _allocate_payloads(self, numel: int) -> torch.Tensor:
         num_bytes = self._codec.encoded_bytes(numel)

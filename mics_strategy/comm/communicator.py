@@ -15,11 +15,11 @@ import torch
 from mics_strategy.comm import route as routes
 from mics_strategy.comm import scratch, traffic
 from mics_strategy.comm.kernel_warmup import KernelWarmup
-from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
+from mics_strategy.comm.queue import RouteQueue
 from mics_strategy.comm.stages import Stages
 from mics_strategy.comm.transport import BackendTransport, Transport
 from mics_strategy.comm.work import Prologue, Steps, Work, check_shapes
-from mics_strategy.comm.workspace import Workspace, aligned_bytes, once_per_buffer
+from mics_strategy.comm.workspace import once_per_buffer
 
 
 class Communicator:
@@ -28,9 +28,7 @@ class Communicator:
     Inputs and outputs are flat, contiguous and on one device.
 
     Args:
-        binding: Route and transports.
-        queue: Queue that runs the tasks.
-        workspace: Scratch memory of the queue's tasks.
+        queue: Queue that runs the tasks, with the route.
         device: Device of the tensors.
 
     Attributes:
@@ -42,25 +40,19 @@ class Communicator:
         warmup: Launches the kernels of what was reserved.
     """
 
-    def __init__(
-        self,
-        binding: RouteBinding,
-        queue: CollectiveQueue,
-        workspace: Workspace,
-        device: torch.device,
-    ) -> None:
-        self.route = route = binding.route
-        self.transports = transports = binding.transports
+    def __init__(self, queue: RouteQueue, device: torch.device) -> None:
+        self.route = route = queue.route
+        self.transports = transports = queue.transports
         self._queue = queue
-        self._workspace = workspace
-        self._stages = Stages(route, transports, workspace, device)
+        self._workspace = queue.workspace
+        self._stages = Stages(route, transports, queue.workspace, device)
         self.warmup = KernelWarmup(route, transports, device)
         self.size = route.size
         self.index = self._stages.index
         self.coalesced: CoalescedCommunicator | None = None
         backend_transports = [transport for transport in transports if isinstance(transport, BackendTransport)]
         if backend_transports and not route.is_quantized:
-            self.coalesced = CoalescedCommunicator(route, backend_transports, queue, workspace)
+            self.coalesced = CoalescedCommunicator(backend_transports, queue)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
@@ -78,18 +70,30 @@ class Communicator:
             Sent: `traffic.all_gather_traffic`.
         """
         check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
-        op = self._queue.next_op("All-gather", label, traffic.all_gather_traffic, out.numel(), shard.dtype)
-        task = partial(self._stages.all_gather, out, shard, op.tag)
-        return self._queue.submit(op, task, (out, shard))
+        payload = traffic.all_gather_traffic, out.numel(), shard.dtype
+        task = partial(self._stages.all_gather, out, shard)
+        return self._queue.submit("All-gather", label, payload, task, (out, shard))
 
     def for_bytes(self, full_bytes: int) -> Communicator:
         """This communicator, for full tensors of every size; see `SizeDispatch.for_bytes`."""
         return self
 
-    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-gathers of shards of `numel` elements."""
-        self._workspace.reserve(scratch.all_gather_scratch_bytes(self.route, numel))
-        self.warmup.announce(routes.ALL_GATHER, numel, dtype, dtype)
+    def reserve(self, collective: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Reserve workspace for a collective, and announce the kernels that it launches.
+
+        Args:
+            collective: `ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE` of `route`.
+            numel: Elements of the full tensor.
+            wire: Dtype of unquantized payloads.
+            dtype: Dtype of the result.
+        """
+        sums_natively = self.transports[0].sums_natively
+        num_bytes = scratch.scratch_bytes(self.route, collective, numel, wire, dtype, sums_natively=sums_natively)
+        self._workspace.reserve(num_bytes)
+        row_numel = numel // self.size
+        if collective == routes.ALL_REDUCE:
+            row_numel = routes.all_reduce_slice(self.route, numel) // self.route.stages[0].size
+        self.warmup.announce(collective, row_numel, wire, dtype)
 
     def reduce_scatter(
         self,
@@ -118,17 +122,9 @@ class Communicator:
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         payload = traffic.reduce_scatter_traffic, full.numel(), full.dtype
-        op = self._queue.next_op("Reduce-scatter", label, *payload, prologue=prologue)
-        task = partial(self._stages.reduce_scatter, out, full, accumulate, op.tag, residual)
-        return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
-
-    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `full_numel` elements. The sums have `dtype`."""
-        num_bytes = scratch.reduce_scatter_scratch_bytes(
-            self.route, full_numel, wire, dtype, sums_natively=self.transports[0].sums_natively
-        )
-        self._workspace.reserve(num_bytes)
-        self.warmup.announce(routes.REDUCE_SCATTER, full_numel // self.size, wire, dtype)
+        task = partial(self._stages.reduce_scatter, out, full, accumulate, residual)
+        tensors = (out, full, *([] if residual is None else [residual]))
+        return self._queue.submit("Reduce-scatter", label, payload, task, tensors, prologue)
 
     def all_reduce(
         self,
@@ -154,21 +150,10 @@ class Communicator:
             Sent: `traffic.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
             once when the sum is sent back.
         """
-        numel, dtype = tensor.numel(), tensor.dtype
-        op = self._queue.next_op("All-reduce", label, traffic.all_reduce_traffic, numel, wire, dtype, prologue=prologue)
-        if routes.is_plain_all_reduce(self.route, wire, dtype):
-            return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))
-        task = partial(self._stages.all_reduce, tensor, wire, op.tag, residual)
-        return self._queue.submit(op, task, (tensor, *([] if residual is None else [residual])))
-
-    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
-        num_bytes = scratch.all_reduce_scratch_bytes(
-            self.route, numel, wire, dtype, sums_natively=self.transports[0].sums_natively
-        )
-        self._workspace.reserve(num_bytes)
-        padded_numel = routes.all_reduce_slice(self.route, numel) // self.route.stages[0].size
-        self.warmup.announce(routes.ALL_REDUCE, padded_numel, wire, dtype)
+        payload = traffic.all_reduce_traffic, tensor.numel(), wire, tensor.dtype
+        task = partial(self._stages.all_reduce, tensor, wire, residual)
+        tensors = (tensor, *([] if residual is None else [residual]))
+        return self._queue.submit("All-reduce", label, payload, task, tensors, prologue)
 
 
 class RowViews:
@@ -197,24 +182,20 @@ class CoalescedCommunicator:
     """Unquantized collectives on several tensors in one launch per stage.
 
     Args:
-        route: Route for the traffic log.
         transports: Transports of the stages, slowest links first.
-        queue: Queue that runs the tasks.
-        workspace: Scratch memory of the tasks.
+        queue: Queue that runs the tasks, with the route.
 
     Attributes:
         size: Ranks that take part.
         num_stages: Stages, 1 to 3.
     """
 
-    def __init__(
-        self, route: routes.Route, transports: list[BackendTransport], queue: CollectiveQueue, workspace: Workspace
-    ) -> None:
-        self._route = route
+    def __init__(self, transports: list[BackendTransport], queue: RouteQueue) -> None:
+        self._route = queue.route
         self._transports = transports
         self._queue = queue
-        self._workspace = workspace
-        self.size = route.size
+        self._workspace = queue.workspace
+        self.size = queue.route.size
         self.num_stages = len(transports)
 
     def all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews, label: str) -> Work:
@@ -232,16 +213,15 @@ class CoalescedCommunicator:
         """
         for out, numel in zip(outs, parts.numels, strict=True):
             check_shapes(out.numel() == numel * self.size and out.dtype == shard.dtype, label, shard, out)
-        full_numel = shard.numel() * self.size
-        op = self._queue.next_op("All-gather", label, traffic.all_gather_traffic, full_numel, shard.dtype)
-        return self._queue.submit(op, partial(self._all_gather, outs, shard, parts))
+        payload = traffic.all_gather_traffic, shard.numel() * self.size, shard.dtype
+        return self._queue.submit("All-gather", label, payload, partial(self._all_gather, outs, shard, parts))
 
-    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Reserve workspace for all-gathers of shards of `numel` elements."""
-        self._workspace.reserve(aligned_bytes((numel, dtype)))
+    def reserve(self, collective: str, numel: int, wire: torch.dtype) -> None:
+        """Reserve workspace for an all-gather or a reduce-scatter of `numel` elements in total, padding included."""
+        self._workspace.reserve(scratch.coalesced_scratch_bytes(self._route, collective, numel, wire))
 
-    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Steps:
-        yield
+    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews, _: int) -> Steps:
+        yield  # streams order it: it needs no tag
         shards = [part.view(-1) for part in parts.views(shard)] if parts.rows == 1 else self._pack(shard, parts)
         slices = [outs]  # of each tensor, by stage: the last one gathers all of it, the one before a piece of that
         for transport in reversed(self._transports[1:]):
@@ -280,15 +260,13 @@ class CoalescedCommunicator:
         """
         for full, numel in zip(fulls, parts.numels, strict=True):
             check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, label, out, full)
-        full_numel = out.numel() * self.size
-        op = self._queue.next_op("Reduce-scatter", label, traffic.reduce_scatter_traffic, full_numel, parts.dtype)
-        return self._queue.submit(op, partial(self._reduce_scatter, out, fulls, parts, accumulate)).keep_alive(fulls)
+        payload = traffic.reduce_scatter_traffic, out.numel() * self.size, parts.dtype
+        task = partial(self._reduce_scatter, out, fulls, parts, accumulate)
+        return self._queue.submit("Reduce-scatter", label, payload, task).keep_alive(fulls)
 
-    def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `numel` elements for each rank."""
-        self._workspace.reserve(aligned_bytes(*((numel * rows, wire) for rows in self._route.strides[:-1])))
-
-    def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> Steps:
+    def _reduce_scatter(
+        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool, _: int
+    ) -> Steps:
         yield
         sums = fulls
         for transport, rows in reversed([*zip(self._transports, self._route.strides, strict=False)]):

@@ -118,7 +118,7 @@ class ControlGroup:
             ranks = frozenset(self.transport.fingerprint.ranks)
             work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", label, "", ranks))
         name = f"{label} over {self.transport.description}"
-        return Work(name, [work], on_failure=self._watchdog.explain, recorded=recorded)
+        return Work(name, work, on_failure=self._watchdog.explain, recorded=recorded)
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,9 +81,9 @@ class KernelWarmup:
             residual_size = residual_numel(route, collective, full.numel())
             residual = torch.zeros(residual_size, device=device) if route.has_feedback else None
             if collective == REDUCE_SCATTER:
-                runs = [stages.reduce_scatter(shard, full, adds, 0, residual) for adds in (False, True)]
+                runs = [stages.reduce_scatter(shard, full, adds, residual, 0) for adds in (False, True)]
             else:
-                runs = [stages.all_reduce(full.to(dtype), wire, 0, residual)]
+                runs = [stages.all_reduce(full.to(dtype), wire, residual, 0)]
         for run in runs:
             for _ in run:
                 pass

@@ -23,14 +23,14 @@ import itertools
 import threading
 import weakref
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
-from typing_extensions import override
 
 from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
@@ -65,12 +65,12 @@ class CommThread:
         self._last: _QueuedTask | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, op: OpRequest, label: str, ranks: frozenset[int], steps: TaskSteps) -> QueuedWork:
+    def submit(self, label: str, size: str, ranks: frozenset[int], steps: TaskSteps) -> QueuedWork:
         """Run a task after all previous ones.
 
         Args:
-            op: The collective.
             label: Name of the collective in errors, the same on all ranks that take part.
+            size: Its size in errors.
             ranks: Ranks that take part.
             steps: The task.
         """
@@ -78,7 +78,7 @@ class CommThread:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        op_id = self._watchdog.record(self.name, label, op.size, ranks)
+        op_id = self._watchdog.record(self.name, label, size, ranks)
         queued = self._last = _QueuedTask(op_id, steps, self._watchdog, self._first_failure, self._last)
         self._queue.put(queued)
         return queued
@@ -220,39 +220,6 @@ class _QueuedTask:
         return self._done.wait(within_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteBinding:
-    """A route bound to the transports of this job.
-
-    Attributes:
-        route: The stages, with their codecs.
-        transports: Transports of the stages, slowest links first; one where one stage is over all links.
-        ranks: Ranks that take part in any stage.
-        watchdog: Finds out whether ranks have diverged.
-        ranges: Ranges of the model.
-    """
-
-    route: Route
-    transports: list[Transport]
-    ranks: frozenset[int]
-    watchdog: DesyncWatchdog
-    ranges: Ranges = field(default_factory=Ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class OpRequest:
-    """A collective as all its ranks know it, and what this rank does before it and records of it.
-
-    Ranks with the same tag have submitted the same collective.
-    """
-
-    name: str
-    size: str
-    tag: int
-    prologue: Prologue | None = None
-    recorded: RecordedCollective | None = None
-
-
 class TaskSteps:
     """A task in two steps, which has a part of the workspace for itself.
 
@@ -338,106 +305,86 @@ def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + tensor.numel() * tensor.itemsize
 
 
-class CollectiveQueue(ABC):
-    """Names, counts and submits the collectives of one route.
+@dataclass(slots=True, kw_only=True)
+class RouteQueue:
+    """A queue as the collectives of one route enter it: names, counts and submits them.
 
-    Args:
-        name: Name of the queue: the same on all ranks, and unique on each.
-        binding: Route and transports.
-        workspace: Scratch memory of the tasks.
-        traffic_log: Log that receives every stage.
+    Without a thread, the first step of a task runs inside `submit`, and the rest in `Work.wait`, on the CUDA stream
+    that is current then. Such a work is waited for before the next but one is submitted, or before the next one unless
+    the workspace has two parts.
 
     Attributes:
-        name: Name of the queue.
+        name: Name of the queue: the same on all ranks, and unique on each.
+        route: The stages, with their codecs.
+        transports: Transports of the stages, slowest links first; one where one stage is over all links.
+        ranks: Ranks that take part in any stage.
+        workspace: Scratch memory of the tasks.
+        thread: Thread of all queues that share one order; None where tasks run inline.
+        watchdog: Finds out whether ranks have diverged.
+        traffic_log: Log that receives every stage.
+        ranges: Ranges of the model.
     """
 
-    def __init__(self, name: str, binding: RouteBinding, workspace: Workspace, traffic_log: TrafficLog) -> None:
-        self.name = name
-        self._binding = binding
-        self._workspace = workspace
-        self._traffic_log = traffic_log
-        self._where = " and ".join(transport.description for transport in binding.transports)
-        self._stages_of = functools.cache(  # in every step the same
-            lambda traffic_of, *payload: traffic_of(binding.route, *payload)
-        )
+    name: str
+    route: Route
+    transports: Sequence[Transport]
+    ranks: frozenset[int]
+    workspace: Workspace
+    thread: CommThread | None
+    watchdog: DesyncWatchdog
+    traffic_log: TrafficLog
+    ranges: Ranges
+    _where: str = field(init=False)
+    _stages_of: Callable[..., list[StageTraffic]] = field(init=False)
 
-    def next_op(
+    def __post_init__(self) -> None:
+        self._where = " and ".join(transport.description for transport in self.transports)
+        route = self.route
+        self._stages_of = functools.cache(lambda traffic_of, *payload: traffic_of(route, *payload))  # few, repeated
+
+    def submit(
         self,
         kind: str,
         label: str,
-        traffic_of: Callable[..., list[StageTraffic]],
-        numel: int,
-        dtype: torch.dtype,
-        *payload: Hashable,
+        payload: tuple[Any, ...],
+        task: Callable[[int], Steps],
+        tensors: Iterable[torch.Tensor] | None = None,
         prologue: Prologue | None = None,
-    ) -> OpRequest:
-        """Add the next collective to the fingerprints and the traffic log, and give it a tag.
+    ) -> Work:
+        """Run a task; it finishes after all previous tasks of the queue.
 
-        Its stages are `traffic_of(route, numel, dtype, *payload)`, with the dtype on the wire.
+        Adds the collective to the fingerprints and the traffic log. Ranks with the same tag have submitted the same.
+
+        Args:
+            kind: Kind of the collective.
+            label: Label of the payload, the same on all ranks.
+            payload: Function of the route that plans the stages, and its other arguments: elements, dtype on the wire,
+                and what else it takes.
+            task: The task, called with the tag of the collective.
+            tensors: Tensors that it reads and writes, each contiguous; None where that is not known, and then the task
+                starts when the one before has finished.
+            prologue: Work that comes before it, on its thread or stream; None for none.
         """
         check_not_forked()
-        for transport in self._binding.transports:
+        _, numel, dtype, *_ = payload
+        for transport in self.transports:
             transport.fingerprint.update(label)
-        count = self._binding.transports[0].fingerprint.count
+        count = self.transports[0].fingerprint.count
         tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
-        stages = self._stages_of(traffic_of, numel, dtype, *payload)
-        self._traffic_log.record(stages)
-        recorder = self._binding.ranges.recorder
+        stages = self._stages_of(*payload)
+        self.traffic_log.record(stages)
+        recorder = self.ranges.recorder
         recorded = None if recorder is None else self._record(recorder, kind, label, stages)
-        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag, prologue, recorded)
+        steps = TaskSteps(partial(task, tag), tensors, self.workspace, prologue, recorded)
+        name = f"{kind} of {label} over {self._where}"
+        if self.thread is None:
+            steps.start()
+            return Work(name, steps, recorded=recorded)
+        queued = self.thread.submit(name, f"{numel} {dtype}", self.ranks, steps)
+        return Work(name, queued, queued=queued, on_failure=self.watchdog.explain, recorded=recorded)
 
     def _record(self, recorder: Recorder, kind: str, label: str, stages: list[StageTraffic]) -> RecordedCollective:
         axes = sorted({stage.axis: None for stage in stages}, key=lambda axis: not axis.startswith("intra_node"))
         sent_bytes = sum(stage.sent_bytes for stage in stages)
         name = kind.lower().replace("-", "_")
         return recorder.collective(self.name, name, label, "+".join(axes), sent_bytes)  # the fastest axis first
-
-    @abstractmethod
-    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
-        """Run a task; it finishes after all previous tasks of the queue.
-
-        Args:
-            op: The collective.
-            task: The task.
-            tensors: Tensors that it reads and writes, each contiguous; None where that is not known, and then the task
-                starts when the one before has finished.
-        """
-
-
-class InlineQueue(CollectiveQueue):
-    """Runs the first step inside `submit`, and the rest in `Work.wait`.
-
-    The rest runs on the CUDA stream that is current then. A work is waited for before the next but one is submitted, or
-    before the next one unless the workspace has two parts.
-    """
-
-    @override
-    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
-        steps = TaskSteps(task, tensors, self._workspace, op.prologue, op.recorded)
-        steps.start()
-        return Work(f"{op.name} over {self._where}", [steps], recorded=op.recorded)
-
-
-class ThreadQueue(CollectiveQueue):
-    """Runs every task in a communication thread.
-
-    Args:
-        thread: Thread of all queues that share one order.
-        binding: Route and transports.
-        workspace: Scratch memory of the thread's tasks.
-        traffic_log: Log that receives every stage.
-    """
-
-    def __init__(
-        self, thread: CommThread, binding: RouteBinding, workspace: Workspace, traffic_log: TrafficLog
-    ) -> None:
-        super().__init__(thread.name, binding, workspace, traffic_log)
-        self._thread = thread
-
-    @override
-    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
-        name = f"{op.name} over {self._where}"
-        steps = TaskSteps(task, tensors, self._workspace, op.prologue, op.recorded)
-        work = self._thread.submit(op, name, self._binding.ranks, steps)
-        explain = self._binding.watchdog.explain
-        return Work(name, [work], queued=work, on_failure=explain, recorded=op.recorded)

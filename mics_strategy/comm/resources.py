@@ -30,7 +30,7 @@ from mics_strategy.comm import peer_memory
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.kernel_warmup import KernelWarmup
-from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.queue import CommThread, RouteQueue
 from mics_strategy.comm.ranges import Ranges
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import TrafficLog
@@ -140,26 +140,28 @@ class CommResources:
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:
                 _enable_peer_memory(transport)
-        queue = STREAM_OF[role]
-        binding = RouteBinding(
+        stream = STREAM_OF[role]
+        thread = self._thread(stream) if transports[0].blocks_host else None
+        queue = RouteQueue(
+            name=stream if thread is None else thread.name,
             route=route,
             transports=transports,
             ranks=frozenset(span.group_ranks(self.rank)),
+            workspace=workspace or self.workspaces[stream],
+            thread=thread,
             watchdog=self.watchdog,
+            traffic_log=self.traffic_log,
             ranges=self.ranges,
         )
-        scratch = workspace or self.workspaces[queue]
-        communicator = Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
+        communicator = Communicator(queue, self.device)
         self._warmups.append(communicator.warmup)
         return communicator
 
-    def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
-        """The queue of a communicator: a thread on gloo, else the current stream."""
-        if not binding.transports[0].blocks_host:
-            return InlineQueue(name, binding, workspace, self.traffic_log)
-        if name not in self._threads:
-            self._threads[name] = CommThread(f"{name} {self.number}", self.watchdog)
-        return ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
+    def _thread(self, stream: str) -> CommThread:
+        """The communication thread that takes the place of a stream."""
+        if stream not in self._threads:
+            self._threads[stream] = CommThread(f"{stream} {self.number}", self.watchdog)
+        return self._threads[stream]
 
     def control_group(self, role: str, span: Span) -> ControlGroup | None:
         """The control group of a span; None where it holds one rank. Collective."""

@@ -161,6 +161,18 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
     return len(route.stages) == 1 and not route.is_quantized and wire == dtype
 
 
+def sum_dtype(stage: Stage, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool) -> torch.dtype:
+    """Dtype in which the sums of a stage go on to the next; the last sums have `dtype`.
+
+    Args:
+        stage: The stage.
+        wire: Dtype of unquantized payloads.
+        dtype: Dtype of the last sums.
+        sums_natively: Whether the backend adds, in the dtype that it sends; see `Transport`.
+    """
+    return wire if sums_natively and stage.codec is None else dtype
+
+
 def all_reduce_multiple(route: Route) -> int:
     """The divisor of a slice of an all-reduce. Ranks have equal shares of a slice, in whole blocks of the codec."""
     codec = route.stages[0].codec

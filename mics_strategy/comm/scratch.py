@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from mics_strategy.comm.route import (
     Stage,
     all_reduce_slice,
     is_plain_all_reduce,
+    sum_dtype,
 )
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.scopes import COLLECTIVES, STREAM_OF, Scopes
@@ -28,7 +30,33 @@ from mics_strategy.topology import Span
 COMMUNICATOR_BYTES = 600_000_000
 
 
-def all_gather_scratch_bytes(route: Route, numel: int) -> int:
+def scratch_bytes(
+    route: Route, collective: str, numel: int, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool
+) -> int:
+    """Bytes for one collective.
+
+    Args:
+        route: Route of the collective.
+        collective: `ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE` of `route`.
+        numel: Elements of the full tensor.
+        wire: Dtype of unquantized payloads.
+        dtype: Dtype of the result.
+        sums_natively: Whether the backend adds; see `Transport`.
+    """
+    if collective == ALL_GATHER:
+        return _all_gather_bytes(route, numel // route.size)
+    if collective == REDUCE_SCATTER:
+        return _StageBytes(route, wire, dtype, sums_natively).reduce_scatter(numel // route.size, wire)
+    return _all_reduce_bytes(route, numel, wire, dtype, sums_natively)
+
+
+def coalesced_scratch_bytes(route: Route, collective: str, numel: int, wire: torch.dtype) -> int:
+    """Bytes for a collective on several tensors in one launch; for arguments see `scratch_bytes`."""
+    rows = route.strides[:-1] if collective == REDUCE_SCATTER else (1,)
+    return 0 if route.is_quantized else aligned_bytes(*((numel // route.size * count, wire) for count in rows))
+
+
+def _all_gather_bytes(route: Route, numel: int) -> int:
     """Bytes for an all-gather of shards of `numel` elements: all ranks' payloads."""
     codec = route.stages[0].codec
     has_differences = codec is not None and codec.differences
@@ -36,40 +64,22 @@ def all_gather_scratch_bytes(route: Route, numel: int) -> int:
     return _payload_bytes(route, route.num_quantized, numel) + aligned_bytes(*difference)
 
 
-def reduce_scatter_scratch_bytes(
-    route: Route, full_numel: int, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool
-) -> int:
-    """Bytes for a reduce-scatter of `full_numel` elements.
-
-    Args:
-        route: Route of the collective.
-        full_numel: Elements of the full tensor.
-        wire: Dtype of unquantized payloads.
-        dtype: Dtype of the sums.
-        sums_natively: Whether the backend adds; see `Transport`.
-    """
-    return _StageBytes(route, wire, dtype, sums_natively).reduce_scatter(full_numel // route.size, wire)
-
-
-def all_reduce_scratch_bytes(
-    route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype, *, sums_natively: bool
-) -> int:
-    """Bytes for an all-reduce of `numel` elements; see `reduce_scatter_scratch_bytes`."""
+def _all_reduce_bytes(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype, sums_natively: bool) -> int:
     if not numel or is_plain_all_reduce(route, wire, dtype):
         return 0
     sums = _StageBytes(route, wire, dtype, sums_natively)
     full_numel = route.num_slices * all_reduce_slice(route, numel)
-    row_numel, sum_dtype = full_numel // route.size, sums.sum_dtype(route.stages[-1])
-    num_bytes = sums.partial_sums(row_numel, sum_dtype)
+    row_numel, first_dtype = full_numel // route.size, sums.sum_dtype(route.stages[-1])
+    num_bytes = sums.partial_sums(row_numel, first_dtype)
     num_bytes += _payload_bytes(route, route.num_quantized_sums, row_numel)
     if route.is_quantized or not sums_natively:
-        source = sum_dtype if len(route.stages) == 1 else sums.sum_dtype(route.stages[1])
+        source = first_dtype if len(route.stages) == 1 else sums.sum_dtype(route.stages[1])
         num_bytes += sums.sum_of(route.stages[0], row_numel, source) + aligned_bytes((row_numel, dtype))
         if not route.is_quantized and source != wire:
             num_bytes += aligned_bytes((route.stages[0].size * row_numel, wire))
-    if full_numel != numel or sum_dtype != dtype:
-        num_bytes += aligned_bytes((full_numel, sum_dtype))
-    if len(route.stages) > 1 and wire != sum_dtype:
+    if full_numel != numel or first_dtype != dtype:
+        num_bytes += aligned_bytes((full_numel, first_dtype))
+    if len(route.stages) > 1 and wire != first_dtype:
         num_bytes += aligned_bytes((full_numel, wire))
     return num_bytes
 
@@ -81,17 +91,13 @@ def _payload_bytes(route: Route, num_stages: int, numel: int) -> int:
 
 
 class _StageBytes:
-    """Scratch memory of the stages of one sum; for arguments see `reduce_scatter_scratch_bytes`."""
+    """Scratch memory of the stages of one sum; for arguments see `scratch_bytes`."""
 
     def __init__(self, route: Route, wire: torch.dtype, dtype: torch.dtype, sums_natively: bool) -> None:
         self._route = route
         self._wire = wire
-        self._dtype = dtype
         self._sums_natively = sums_natively
-
-    def sum_dtype(self, stage: Stage) -> torch.dtype:
-        """Dtype in which the sums of one stage go on to the next."""
-        return self._wire if stage.codec is None and self._sums_natively else self._dtype
+        self.sum_dtype = partial(sum_dtype, wire=wire, dtype=dtype, sums_natively=sums_natively)
 
     def reduce_scatter(self, numel: int, source: torch.dtype) -> int:
         """Bytes for all stages of a reduce-scatter.
@@ -216,12 +222,7 @@ def workspace_bytes(comms: CommLayout, shapes: Iterable[CollectiveShape]) -> int
 
 
 def _scratch_bytes(route: Route, shape: CollectiveShape) -> int:
-    collective, numel = COLLECTIVES[shape.role], shape.numel
+    collective = COLLECTIVES[shape.role]
     if shape.is_coalesced:
-        rows = route.strides[:-1] if collective == REDUCE_SCATTER else (1,)
-        pieces = ((numel // route.size * count, shape.wire) for count in rows)
-        return 0 if route.is_quantized else aligned_bytes(*pieces)
-    if collective == ALL_GATHER:
-        return all_gather_scratch_bytes(route, numel // route.size)
-    scratch_bytes = reduce_scatter_scratch_bytes if collective == REDUCE_SCATTER else all_reduce_scratch_bytes
-    return scratch_bytes(route, numel, shape.wire, shape.dtype, sums_natively=True)
+        return coalesced_scratch_bytes(route, collective, shape.numel, shape.wire)
+    return scratch_bytes(route, collective, shape.numel, shape.wire, shape.dtype, sums_natively=True)

@@ -2,7 +2,7 @@
 
 Tensors go whole. An all-gather has n stages, all but the first in place; a reduce-scatter has n, and an all-reduce
 2 n - 1, however many nodes there are. An all-reduce over one stage that neither encodes nor widens is the backend's
-own (`all_reduce_plain`), on gloo as well: the second hop of most trainings.
+own, on gloo as well: the second hop of most trainings.
 
 ::
 
@@ -18,6 +18,7 @@ A reduce-scatter runs backwards, fastest links first, so that slow links carry o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -54,6 +55,7 @@ class Stages:
         self._workspace = workspace
         self._strides = route.strides
         self._transports = transports
+        self._sum_dtype = partial(routes.sum_dtype, sums_natively=transports[0].sums_natively)
         self.index = sum(transport.index * stride for transport, stride in zip(transports, self._strides, strict=False))
         self._algorithms = [
             make_algorithm(transport, stage, workspace, device)
@@ -120,7 +122,7 @@ class Stages:
         return self._workspace.allocate(rows * num_bytes, torch.uint8).view(rows, num_bytes)
 
     def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, residual: torch.Tensor | None, tag: int
     ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
@@ -150,29 +152,30 @@ class Stages:
         Returns:
             Of each stage its algorithm, scratch memory for this rank's sums, the table and the residual.
         """
-        for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
-            numel = table.numel() // algorithm.transport.size
-            total = self._workspace.allocate(numel, algorithm.sum_dtype(wire, dtype))
+        stages = zip(self._route.stages, self._algorithms, residuals, strict=True)
+        for stage, algorithm, residual in reversed([*stages][1:]):
+            total = self._workspace.allocate(table.numel() // stage.size, self._sum_dtype(stage, wire, dtype))
             yield algorithm, total, table, residual
             table = total
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
-        """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
-        yield
-        self._transports[0].barrier(tag)
-        self._transports[0].all_reduce(tensor)
-
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, residual: torch.Tensor | None, tag: int) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
+
+        Where one stage neither encodes nor widens, the backend does it. Elsewhere:
 
         1. Reduce-scatter over all but the slowest links; this rank keeps a slice.
         2. All-reduce the slice over the slowest links.
         3. All-gather the slices over the faster links, never quantized again, so that all ranks have the same bits:
            between nodes as the encoded sums, inside them decoded.
         """
+        if routes.is_plain_all_reduce(self._route, wire, tensor.dtype):
+            yield
+            self._transports[0].barrier(tag)
+            self._transports[0].all_reduce(tensor)
+            return
         if not tensor.numel():
             return
-        dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
+        dtype = self._sum_dtype(self._route.stages[-1], wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.stages[0].size
         residuals = residuals_by_stage(self._route, self.index, residual)
         table = full

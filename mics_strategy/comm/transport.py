@@ -108,7 +108,8 @@ class Transport(ABC):
         blocks_host: Whether a wait for a work blocks the CPU, so that a thread runs collectives and a watchdog
             watches them. Otherwise the backend orders them on a stream, or has finished at once.
         sums_natively: Whether sums use the backend's own reduce-scatter and all-reduce, whose order is unspecified.
-            Elsewhere rows are exchanged, and added in the order of the ranks; except `Stages.all_reduce_plain`.
+            Elsewhere rows are exchanged, and added in the order of the ranks; but for plain all-reduces, see
+            `Stages.all_reduce`.
         size: Ranks of the group.
         index: Index of this rank in the group.
         description: Axes and ranks as text, for errors.

@@ -61,7 +61,7 @@ class Work:
 
     Args:
         label: Name of the collective, the unit and the axis, for errors.
-        works: Started work of the transport; empty when nothing had to be sent.
+        work: Started work of the transport; None when nothing had to be sent.
         queued: Task of a communication thread, before later ones of its queue; None where no thread runs it.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
         recorded: The collective while it is recorded; None if nothing records it.
@@ -70,12 +70,12 @@ class Work:
         keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "keepalive", "label", "queued", "recorded")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_work", "keepalive", "label", "queued", "recorded")
 
     def __init__(
         self,
         label: str,
-        works: list[BackendWork],
+        work: BackendWork | None,
         *,
         queued: QueuedWork | None = None,
         on_failure: Callable[[], str] = str,
@@ -85,7 +85,7 @@ class Work:
         self.recorded = recorded
         self._on_failure = on_failure
         self.queued = queued
-        self._works = works
+        self._work = work
         self._finish: Callable[[], None] | None = None
         self.keepalive: list[torch.Tensor] = []
         _started.add(self)
@@ -97,14 +97,14 @@ class Work:
             CommunicationError: The transport failed: a peer died, or did not take part in time.
             AcceleratorError: An earlier kernel on this device failed; with OutOfMemoryError as it is.
         """
-        works, self._works = self._works, []
+        work, self._work = self._work, None
         finish, self._finish = self._finish, None
         recorded, self.recorded = self.recorded, None
         _started.discard(self)
         if recorded is not None:
             recorded.begin_wait()
         try:
-            for work in works:
+            if work is not None:
                 work.wait()
         except (LifecycleError, *DEVICE_ERRORS):
             raise
@@ -119,7 +119,7 @@ class Work:
     @property
     def has_completed(self) -> bool:
         """Whether the transport has finished, so that `wait` would not block on it."""
-        return all(work.is_completed() for work in self._works)
+        return self._work is None or self._work.is_completed()
 
     def then(self, finish: Callable[[], None]) -> Work:
         """Add a step that runs once after the work, on the stream that waits.

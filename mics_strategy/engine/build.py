@@ -15,10 +15,7 @@ from itertools import chain
 
 import torch
 
-from mics_strategy.comm.communicator import Communicator
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
-from mics_strategy.comm.scratch import CollectiveShape
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.bucket_specs import BucketRules, BucketSpec, ParamSpec, collectives_of, make_buckets
@@ -344,23 +341,12 @@ def _allocate_workspaces(units: list[Unit], context: BuildContext) -> None:
         comms |= {role: [*of_role] for role, of_role in zip(REDUCTIONS, zip(*variants, strict=True), strict=True)}
         for shape in collectives_of(bucket.spec, groups.scopes):
             for comm in comms[shape.role]:
-                if comm is not None:
-                    _reserve(comm.for_bytes(shape.numel * shape.wire.itemsize), shape)
+                if comm is None:
+                    continue
+                sized, collective = comm.for_bytes(shape.numel * shape.wire.itemsize), COLLECTIVES[shape.role]
+                if not shape.is_coalesced:
+                    sized.reserve(collective, shape.numel, shape.wire, shape.dtype)
+                elif sized.coalesced is not None:
+                    sized.coalesced.reserve(collective, shape.numel, shape.wire)
     for workspace in groups.workspaces.values():
         workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))
-
-
-def _reserve(comm: Communicator, shape: CollectiveShape) -> None:
-    """Let the workspace of a communicator serve a collective, and warm up its kernels."""
-    collective, numel, wire = COLLECTIVES[shape.role], shape.numel, shape.wire
-    if shape.is_coalesced:
-        if comm.coalesced is not None and collective == ALL_GATHER:
-            comm.coalesced.reserve_all_gather(numel // comm.size, wire)
-        elif comm.coalesced is not None:
-            comm.coalesced.reserve_reduce_scatter(numel // comm.size, wire)
-    elif collective == ALL_GATHER:
-        comm.reserve_all_gather(numel // comm.size, wire)
-    elif collective == REDUCE_SCATTER:
-        comm.reserve_reduce_scatter(numel, wire, shape.dtype)
-    else:
-        comm.reserve_all_reduce(numel, wire, shape.dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -283,19 +284,16 @@ class Engine:
         if self._training_forward is not None:
             self.order.record_forward(unit.index)
 
-    def _start_unshard(self, units: Iterable[Unit]) -> None:
-        """Start all-gathers, each behind those that other ranks may need before it."""
-        for unit in units:
-            due = [*self.global_order.take_until(unit), unit] if self.overlap.keeps_params_unsharded else (unit,)
-            for due_unit in due:
-                due_unit.start_unshard(self._resources)
-
     def _unshard(self, unit: Unit, upcoming: Iterable[Unit] = ()) -> None:
         """Unshard a unit; start those that come after it before waiting for it."""
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard([unit])
-        self._start_unshard(self._free_to_prefetch(unit, upcoming))
+        # One after the other: this unit has taken its slot when the next ones look for theirs.
+        for started in chain((unit,), self._free_to_prefetch(unit, upcoming)):
+            if self.overlap.keeps_params_unsharded:  # other ranks may need those before it in the common order
+                for other in self.global_order.take_until(started):
+                    other.start_unshard(self._resources)
+            started.start_unshard(self._resources)
         unit.finish_unshard()  # after the next ones have started: they are encoded while this one is on the wire
 
     def _unshard_again(self, unit: Unit) -> None:

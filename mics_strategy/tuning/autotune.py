@@ -223,13 +223,11 @@ def collective_starter(collective: str, comm: AnyCommunicator, numel: int, devic
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
     full = torch.zeros(numel * comm.size, dtype=_DTYPE, device=device)
     sized = comm.for_bytes(full.numel() * full.itemsize)
+    sized.reserve(collective, full.numel(), _DTYPE, _DTYPE)
     if collective == ALL_GATHER:
-        sized.reserve_all_gather(numel, _DTYPE)
         return lambda: sized.all_gather(full, shard, _LABEL)
     if collective == REDUCE_SCATTER:
-        sized.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
         return lambda: sized.reduce_scatter(shard, full, False, _LABEL)
-    sized.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
     return lambda: sized.all_reduce(full, _DTYPE, _LABEL)
 
 

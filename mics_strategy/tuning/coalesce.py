@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mics_strategy.comm import route as routes
 from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.control import ControlGroup
@@ -221,8 +222,8 @@ def _all_gather_runs(
     flat_parts, param_parts = _copy_pairs(layout, flat, params)
     gather = coalesced_gather(coalesced, layout, [param.view(-1) for param in params], _LABEL)
     sized = comm.for_bytes(flat.numel() * flat.itemsize)
-    sized.reserve_all_gather(shard.numel(), dtype)
-    coalesced.reserve_all_gather(shard.numel(), dtype)
+    sized.reserve(routes.ALL_GATHER, flat.numel(), dtype, dtype)
+    coalesced.reserve(routes.ALL_GATHER, flat.numel(), dtype)
 
     def run_flat() -> None:
         sized.all_gather(flat, shard, _LABEL).wait()
@@ -241,8 +242,8 @@ def _reduce_scatter_runs(
     flat_parts, grad_parts = _copy_pairs(layout, flat, grads)
     coalesced_grads = CoalescedGrads(coalesced, layout, wire)
     sized = comm.for_bytes(flat.numel() * flat.itemsize)
-    sized.reserve_reduce_scatter(flat.numel(), wire, out.dtype)
-    coalesced.reserve_reduce_scatter(out.numel(), wire)
+    sized.reserve(routes.REDUCE_SCATTER, flat.numel(), wire, out.dtype)
+    coalesced.reserve(routes.REDUCE_SCATTER, flat.numel(), wire)
 
     def run_flat() -> None:
         torch._foreach_copy_(flat_parts, grad_parts)

@@ -83,7 +83,7 @@ class Network:
 
     def gather(self, numel: int, label: str = "block", salt: int = 0) -> bool:
         """Gather `numel` numbers of each rank in the first queue; whether the result is right."""
-        self.one.reserve_all_gather(numel, torch.float32)
+        self.one.reserve("all_gather", self.one.size * numel, torch.float32, torch.float32)
         self.lend()
         out = torch.empty(self.one.size * numel)
         self.one.all_gather(out, self.values(self.one.index, numel, salt=salt), label).wait()

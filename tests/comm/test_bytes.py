@@ -56,10 +56,10 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: int
     network = Network(ctx, codec, links, num_stages)
     one, found = network.one, []
     for numel in (1, 24, 1001, 70_001):
-        one.reserve_all_gather(numel, BF16)
-        one.reserve_reduce_scatter(one.size * numel, BF16, FP32)
-        one.reserve_all_reduce(numel, BF16, FP32)
-        one.reserve_all_reduce(numel, FP32, FP32)
+        one.reserve("all_gather", one.size * numel, BF16, BF16)
+        one.reserve("reduce_scatter", one.size * numel, BF16, FP32)
+        one.reserve("all_reduce", numel, BF16, FP32)
+        one.reserve("all_reduce", numel, FP32, FP32)
         network.lend()
         for kind in ("gather", "reduce", "narrow all-reduce", "wide all-reduce"):
             with CountC10d() as counted:
@@ -118,9 +118,9 @@ def different_work(ctx: RankContext, codec: Codec, links: str, num_stages: int) 
     """Where planned and real work of codecs differ."""
     network, found = Network(ctx, codec, links, num_stages), []
     one, numel = network.one, 24_000
-    one.reserve_all_gather(numel, BF16)
-    one.reserve_reduce_scatter(one.size * numel, BF16, FP32)
-    one.reserve_all_reduce(numel, FP32, FP32)
+    one.reserve("all_gather", one.size * numel, BF16, BF16)
+    one.reserve("reduce_scatter", one.size * numel, BF16, FP32)
+    one.reserve("all_reduce", numel, FP32, FP32)
     network.lend()
     for kind in ("gather", "reduce", "wide all-reduce"):
         with counted_values() as counts:

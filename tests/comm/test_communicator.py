@@ -45,7 +45,7 @@ def sizes_of(ctx: RankContext, codec: Codec | None) -> tuple[int, ...]:
 def check_gather(network: Network, numel: int) -> Iterator[str]:
     one = network.one
     for dtype in (*WIRES, FP64):
-        one.reserve_all_gather(numel, dtype)
+        one.reserve("all_gather", one.size * numel, dtype, dtype)
         network.lend()
         shard, out = network.values(one.index, numel, dtype), torch.full((one.size * numel,), torch.nan, dtype=dtype)
         before = shard.clone()
@@ -66,7 +66,7 @@ def check_reduce(network: Network, numel: int) -> Iterator[str]:
     one = network.one
     for wire, dtype in pairs_of(one.route, numel):
         for accumulate in (False, True):
-            one.reserve_reduce_scatter(one.size * numel, wire, dtype)
+            one.reserve("reduce_scatter", one.size * numel, wire, dtype)
             network.lend()
             full = network.values(one.index, one.size * numel, wire)
             before, start = full.clone(), network.values(99, numel, dtype)
@@ -81,7 +81,7 @@ def check_reduce(network: Network, numel: int) -> Iterator[str]:
 def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
     one = network.one
     for wire, dtype in pairs_of(one.route, numel):
-        one.reserve_all_reduce(numel * one.size, wire, dtype)
+        one.reserve("all_reduce", numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
         if routes.is_plain_all_reduce(one.route, wire, dtype):
@@ -206,14 +206,14 @@ def same_bits(
     """What this rank holds after a gather, and after all-reduces of random numbers."""
     network = Network(ctx, codec, links, num_stages, per_switch)
     one, held = network.one, []
-    one.reserve_all_gather(50, FP32)
-    one.reserve_all_reduce(203, FP32, FP32)
+    one.reserve("all_gather", one.size * 50, FP32, FP32)
+    one.reserve("all_reduce", 203, FP32, FP32)
     network.lend()
     out = torch.empty(one.size * 50)
     one.all_gather(out, network.values(one.index, 50), "block").wait()
     held.append(out.tolist())
     for wire in WIRES:
-        one.reserve_all_reduce(203, wire, FP32)
+        one.reserve("all_reduce", 203, wire, FP32)
         network.lend()
         tensor = network.values(one.index, 203)
         one.all_reduce(tensor, wire, "block").wait()
@@ -243,9 +243,9 @@ def asked_at_once(ctx: RankContext, order: list[int]) -> bool:
     network = Network(ctx)
     one, other = network.one, network.other
     for comm in (one, other):
-        comm.reserve_all_gather(8, FP32)
-        comm.reserve_reduce_scatter(4 * 8, FP32, FP32)
-        comm.reserve_all_reduce(8, BF16, FP32)
+        comm.reserve("all_gather", comm.size * 8, FP32, FP32)
+        comm.reserve("reduce_scatter", 4 * 8, FP32, FP32)
+        comm.reserve("all_reduce", 8, BF16, FP32)
     network.lend()
     handles, outs, expected = [], [], []
     for salt in range(2):
@@ -273,9 +273,9 @@ def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: Ra
 def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: int) -> None:
     one = Network(ctx, codec, "all", num_stages).one
     empty = torch.empty(0)
-    one.reserve_all_gather(0, FP32)
-    one.reserve_reduce_scatter(0, BF16, FP32)
-    one.reserve_all_reduce(0, BF16, FP32)
+    one.reserve("all_gather", 0, FP32, FP32)
+    one.reserve("reduce_scatter", 0, BF16, FP32)
+    one.reserve("all_reduce", 0, BF16, FP32)
     one.all_gather(empty, empty, "block").wait()
     one.reduce_scatter(empty, empty.bfloat16(), True, "block").wait()
     one.all_reduce(empty, BF16, "block").wait()
@@ -313,9 +313,9 @@ def take_too_much(ctx: RankContext, kind: str, codec: Codec | None) -> bool:
     """Whether a collective that is larger than any announced is refused, on all ranks before they send."""
     network = Network(ctx, codec, "slow")
     one = network.one
-    one.reserve_all_gather(8, FP32)
-    one.reserve_reduce_scatter(32, BF16, FP32)
-    one.reserve_all_reduce(32, BF16, FP32)
+    one.reserve("all_gather", one.size * 8, FP32, FP32)
+    one.reserve("reduce_scatter", 32, BF16, FP32)
+    one.reserve("all_reduce", 32, BF16, FP32)
     network.lend()
     start = {
         "gather": lambda: one.all_gather(torch.empty(4000), torch.empty(1000), "block"),

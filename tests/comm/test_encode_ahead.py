@@ -38,11 +38,11 @@ def start(kind: str, comm: Communicator, values: torch.Tensor, label: str) -> tu
 
 def reserve(kind: str, comm: Communicator) -> None:
     if kind == "gather":
-        comm.reserve_all_gather(NUMEL, torch.float32)
+        comm.reserve("all_gather", comm.size * NUMEL, torch.float32, torch.float32)
     elif kind == "reduce":
-        comm.reserve_reduce_scatter(comm.size * NUMEL, torch.float32, torch.float32)
+        comm.reserve("reduce_scatter", comm.size * NUMEL, torch.float32, torch.float32)
     else:
-        comm.reserve_all_reduce(comm.size * NUMEL, torch.float32, torch.float32)
+        comm.reserve("all_reduce", comm.size * NUMEL, torch.float32, torch.float32)
 
 
 @contextmanager

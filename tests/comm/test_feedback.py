@@ -42,10 +42,10 @@ def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: int, n
     full_numel = one.size * numel
     residual = torch.zeros(residual_numel(one.route, collective, full_numel))
     if kind == "all_reduce":
-        one.reserve_all_reduce(full_numel, FP32, FP32)
+        one.reserve("all_reduce", full_numel, FP32, FP32)
         padded = one.route.num_slices * routes.all_reduce_slice(one.route, full_numel)
     else:
-        one.reserve_reduce_scatter(full_numel, FP32, FP32)
+        one.reserve("reduce_scatter", full_numel, FP32, FP32)
         padded = full_numel
     network.lend()
     found = []

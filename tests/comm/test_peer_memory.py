@@ -244,9 +244,9 @@ def counted(ctx: RankContext, forbidden: str) -> tuple[int, int, list[Tensor]]:
         network = Network(ctx)
     one, other = network.one, network.other
     numel, size = 5000, one.size
-    one.reserve_all_gather(numel, FP32)
-    other.reserve_reduce_scatter(size * numel, FP32, FP32)
-    other.reserve_all_reduce(numel, torch.bfloat16, FP32)
+    one.reserve("all_gather", one.size * numel, FP32, FP32)
+    other.reserve("reduce_scatter", size * numel, FP32, FP32)
+    other.reserve("all_reduce", numel, torch.bfloat16, FP32)
     network.lend()
     results = [torch.zeros(size * numel), torch.zeros(numel), network.values(one.index, numel)]
     with CountC10d() as count:

@@ -16,17 +16,11 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm import watched_work
-from mics_strategy.comm.desync import OpId
-from mics_strategy.comm.queue import (
-    CollectiveQueue,
-    CommTask,
-    CommThread,
-    InlineQueue,
-    OpRequest,
-    TaskSteps,
-    ThreadQueue,
-)
-from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.desync import CollectiveFingerprint, OpId
+from mics_strategy.comm.queue import CommTask, CommThread, RouteQueue, TaskSteps
+from mics_strategy.comm.ranges import Ranges
+from mics_strategy.comm.route import Route, Stage
+from mics_strategy.comm.traffic import TrafficLog, all_gather_traffic
 from mics_strategy.comm.work import Prologue, QueuedWork, Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import CommunicationError, LifecycleError
@@ -76,18 +70,30 @@ def task_of(function: Callable[[], object]) -> CommTask:
 
 def run(thread: CommThread, function: Callable[[], object]) -> QueuedWork:
     steps = TaskSteps(task_of(function), None, Workspace())
-    return thread.submit(OpRequest("Task", "1 number", 0), "Task", frozenset([0]), steps)
+    return thread.submit("Task", "1 number", frozenset([0]), steps)
 
 
 def submit(thread: CommThread | None, task: CommTask) -> Work:
     """Submit to a queue of that thread, or to one that runs tasks inline."""
-    watchdog = SimpleNamespace(explain=str)
-    binding: Any = SimpleNamespace(route=None, transports=[], ranks=frozenset([0]), watchdog=watchdog)
-    if thread is None:
-        queue: CollectiveQueue = InlineQueue("inline", binding, Workspace(), TrafficLog())
-    else:
-        queue = ThreadQueue(thread, binding, Workspace(), TrafficLog())
-    return queue.submit(OpRequest("All-gather of block", "1 number", 0), task)
+    transport: Any = SimpleNamespace(
+        description="two ranks",
+        fingerprint=CollectiveFingerprint(ranks=(0, 1), index=0),
+        blocks_host=thread is not None,
+    )
+    watchdog: Any = SimpleNamespace(explain=str)
+    queue = RouteQueue(
+        name="queue",
+        route=Route(stages=(Stage(axis="intra_node", size=2),)),
+        transports=[transport],
+        ranks=frozenset([0]),
+        workspace=Workspace(),
+        thread=thread,
+        watchdog=watchdog,
+        traffic_log=TrafficLog(),
+        ranges=Ranges(),
+    )
+    payload = all_gather_traffic, 2, torch.float32
+    return queue.submit("All-gather", "block", payload, lambda _: task())
 
 
 def test_tasks_run_one_after_the_other_in_the_order_of_submission() -> None:
@@ -133,7 +139,7 @@ class TwoSteps:
                 yield
 
         steps = TaskSteps(task, None if tensor is None else [tensor], self.workspace, prologue)
-        return self._thread.submit(OpRequest(name, "1 number", 0), name, frozenset([0]), steps)
+        return self._thread.submit(name, "1 number", frozenset([0]), steps)
 
     def go_on(self) -> None:
         self._go_on.set()
@@ -429,7 +435,7 @@ def close_what_never_ends(ctx: RankContext, num_queues: int) -> tuple[bool, int]
     network = Network(ctx)
     one, other = network.one, network.other
     for collective in (one, other):
-        collective.reserve_all_gather(8, torch.float32)
+        collective.reserve("all_gather", collective.size * 8, torch.float32, torch.float32)
     network.lend()
     assert network.gather(8)
     if ctx.rank:
@@ -487,7 +493,7 @@ def fail_in_the_middle(ctx: RankContext) -> bool:
     """The workspace of the second of three is too small, on all ranks."""
     network = Network(ctx)
     one = network.one
-    one.reserve_reduce_scatter(32, torch.float32, torch.float32)
+    one.reserve("reduce_scatter", 32, torch.float32, torch.float32)
     network.lend()
     handles = [
         one.reduce_scatter(torch.empty(n), torch.zeros(4 * n), False, f"block {i}") for i, n in enumerate((8, 8000, 8))

@@ -57,9 +57,9 @@ def ready(ctx: RankContext, numel: int = 100) -> Network:
     network = Network(ctx)
     assert network.gather(8)
     for collective in (network.one, network.other):
-        collective.reserve_reduce_scatter(numel * ctx.world_size, FP32, FP32)
-        collective.reserve_all_reduce(numel, torch.bfloat16, FP32)
-        collective.reserve_all_reduce(numel, FP32, FP32)
+        collective.reserve("reduce_scatter", numel * ctx.world_size, FP32, FP32)
+        collective.reserve("all_reduce", numel, torch.bfloat16, FP32)
+        collective.reserve("all_reduce", numel, FP32, FP32)
     network.lend()
     return network
 
@@ -200,9 +200,9 @@ def lose_a_rank(ctx: RankContext, kind: str, codec: Codec | None, num_stages: in
     network = Network(ctx, codec, "slow", num_stages)
     assert codec is not None or network.gather(8)
     one, numel = network.one, 1000
-    one.reserve_all_gather(numel, FP32)
-    one.reserve_reduce_scatter(4 * numel, FP32, FP32)
-    one.reserve_all_reduce(numel, FP32, FP32)
+    one.reserve("all_gather", one.size * numel, FP32, FP32)
+    one.reserve("reduce_scatter", 4 * numel, FP32, FP32)
+    one.reserve("all_reduce", numel, FP32, FP32)
     network.lend()
     dist.barrier()
     with dying() if ctx.rank == DYING else impatient():

@@ -32,7 +32,7 @@ class Failing:
 
 
 def wait_for_work(error: Exception) -> None:
-    Work("All-gather", [Failing(error)]).wait()
+    Work("All-gather", Failing(error)).wait()
 
 
 def gather(error: Exception) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mics_strategy.comm.queue import InlineQueue, OpRequest
+from mics_strategy.comm.queue import RouteQueue
 from mics_strategy.comm.workspace import Workspace
 from tests.cuda_harness.happens_before import Clock
 from tests.cuda_harness.machine import Machine
@@ -84,11 +84,11 @@ class Watched(Machine):
 def _noting_units(submit: Callable[..., Any]) -> Callable[..., Any]:
     """The unit of what is submitted, for the events that follow: a queue encodes at once."""
 
-    def noting(queue: InlineQueue, op: OpRequest, *args: Any) -> Any:
+    def noting(queue: RouteQueue, kind: str, label: str, *args: Any) -> Any:
         watched = here().machine
         assert isinstance(watched, Watched)
-        watched.unit = op.name.rpartition(" of ")[2]
-        return submit(queue, op, *args)
+        watched.unit = label
+        return submit(queue, kind, label, *args)
 
     return noting
 
@@ -98,7 +98,7 @@ def encoded_units(preset: str, role: str, **options: Any) -> list[str]:
 
     Sums that a collective encodes for its later stages, behind its own first one, are left out.
     """
-    submit = mock.patch.object(InlineQueue, "submit", _noting_units(InlineQueue.submit))
+    submit = mock.patch.object(RouteQueue, "submit", _noting_units(RouteQueue.submit))
     with mock.patch("tests.cuda_harness.runs.Machine", Watched), submit, one_of_many(8) as machine:
         training = start(machine, config_of(preset, **(CODECS | options)))
         for _ in range(2):

@@ -299,7 +299,7 @@ def test_gradients_are_kept_alive_until_the_reduction_is_waited_for() -> None:
     kept = [torch.zeros(3)]
     gradient = weakref.ref(kept[0])
     chain = OpChain()
-    chain.add(Work("a sum", []).keep_alive(kept))
+    chain.add(Work("a sum", None).keep_alive(kept))
     del kept
     gc.collect()
     assert gradient() is not None
