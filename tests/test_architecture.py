@@ -33,16 +33,16 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 # Lines, which may only fall: from 40,605 and 19,612 to 40,567 and 19,566, before second hops that are delayed (730 and
 # 570), jobs that lose ranks (1,050 and 200) and a watch for slow ranks (136) were added.
 CEILINGS = {
-    ("mics_strategy",): 42_340,
-    ("mics_strategy/engine", "mics_strategy/comm"): 20_308,
+    ("mics_strategy",): 42_324,
+    ("mics_strategy/engine", "mics_strategy/comm"): 20_292,
 }
 # Files of the package that a page names for a task, and all their lines. A fresh reader (29 November 2026) opened 37
 # files for the step, 14 for the algorithm, 18 for the scope, 10 for the late gather and 13 for the simulated time.
 READING = {
-    ("reading.md", "The engine in an hour"): (18, 5_478),
-    ("contributing.md", "Add an algorithm of a collective"): (9, 2_144),
+    ("reading.md", "The engine in an hour"): (17, 5_047),
+    ("contributing.md", "Add an algorithm of a collective"): (9, 2_135),
     ("contributing.md", "Add a scope of a model state"): (10, 3_164),
-    ("contributing.md", "Find out why a unit is gathered late"): (5, 1_536),
+    ("contributing.md", "Find out why a unit is gathered late"): (5, 1_535),
     ("contributing.md", "Add what changes the time of a simulated step"): (8, 2_173),
 }
 PARAMETERS = ", ".join("abcdef")

@@ -139,10 +139,6 @@ class QuantizedAlgorithm:
         self.gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
 
-    def _allocate_payloads(self, numel: int) -> torch.Tensor:
-        num_bytes = self._codec.encoded_bytes(numel)
-        return self._workspace.allocate(self.transport.size * num_bytes, torch.uint8).view(-1, num_bytes)
-
     def reduce_scatter(
         self,
         out: torch.Tensor,
@@ -154,7 +150,7 @@ class QuantizedAlgorithm:
     ) -> Steps:
         """See `NativeAlgorithm.reduce_scatter`. The residual of this rank's row belongs to the next stage."""
         rows, index = table.view(self.transport.size, -1), self.transport.index
-        payloads, received = self._allocate_payloads(rows.shape[1]), self._allocate_payloads(rows.shape[1])
+        payloads, received = (self._workspace.allocate_payloads(self._codec, *rows.shape) for _ in range(2))
         self._encode_others(rows, payloads, None if residual is None else residual.view(self.transport.size, -1))
         pending = self.transport.exchange(received.view(-1), payloads.view(-1), tag)
         yield

@@ -106,7 +106,7 @@ class ControlGroup:
     def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a small tensor over the ranks, in place. For norms; not part of a plan."""
         recorded = self._record(ALL_REDUCE, "norm")
-        self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max), recorded).wait()
+        self._as_work("All-reduce of a norm", self.transport.start_all_reduce(value, is_max=is_max), recorded).wait()
         return value
 
     def _record(self, name: str, label: str, planned_bytes: int = 0) -> RecordedCollective | None:

@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 
-from mics_strategy.comm import watched_work
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.ranges import Ranges, RecordedCollective, Recorder
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import StageTraffic, TrafficLog
 from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.watched_work import watch
 from mics_strategy.comm.work import Prologue, QueuedWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
 
@@ -191,13 +191,13 @@ class _QueuedTask:
         Raises:
             LifecycleError: It never will: ranks wait for different collectives.
         """
-        interval_s = watched_work.STALL_CHECK_S
-        while not self._done.wait(interval_s):
-            self._watchdog.check(self._first_unfinished()._op)
-            interval_s = min(2 * interval_s, watched_work.MAX_STALL_CHECK_S)
-        if self._failure is not None:
+        watch(self._is_done, self._watchdog, lambda: self._first_unfinished()._op)
+
+    def _is_done(self, within_s: float | None) -> bool:
+        is_done = self._done.wait(within_s)
+        if is_done and self._failure is not None:
             raise self._failure
-        self._watchdog.withdraw_report()
+        return is_done
 
     def _first_unfinished(self) -> _QueuedTask:
         """The task that runs now: this one, or one that comes before it, in this queue or in another one."""
@@ -211,9 +211,7 @@ class _QueuedTask:
 
     def join(self) -> None:
         """See `QueuedWork.join`. The host, which waits for this task as well, watches it for stalls."""
-        self._done.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._is_done(within_s=None)
 
     def is_completed(self, within_s: float = 0.0) -> bool:
         """Whether the task has ended, with or without an error, within that time."""

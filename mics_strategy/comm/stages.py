@@ -79,7 +79,7 @@ class Stages:
     def _gather_encoded(self, quantizer: Quantizer, table: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """All-gather over several stages of which the first ones are quantized."""
         num_encoded = self._route.num_quantized
-        payloads = self._allocate_payloads(quantizer, num_encoded, shard.numel())
+        payloads = self._workspace.allocate_payloads(quantizer.codec, self._strides[num_encoded], shard.numel())
         own, rows = self.index % len(payloads), len(payloads)
         first = self.index - own
         if not quantizer.codec.differences:
@@ -115,11 +115,6 @@ class Stages:
                 yield
             pending.wait()
             shard = None
-
-    def _allocate_payloads(self, quantizer: Quantizer, num_stages: int, numel: int) -> torch.Tensor:
-        """Payloads of `numel` elements of all ranks of the first stages: [ranks, bytes]."""
-        num_bytes, rows = quantizer.codec.encoded_bytes(numel), self._strides[num_stages]
-        return self._workspace.allocate(rows * num_bytes, torch.uint8).view(rows, num_bytes)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, residual: torch.Tensor | None, tag: int
@@ -217,7 +212,7 @@ class Stages:
             residual: Residual of the slice; None without feedback.
         """
         num_encoded, size = self._route.num_quantized_sums, self._route.stages[0].size
-        payloads = self._allocate_payloads(slowest.quantizer, num_encoded, total.numel())
+        payloads = self._workspace.allocate_payloads(slowest.quantizer.codec, self._strides[num_encoded], total.numel())
         own = self.index % len(payloads)
         total_residual = None if residual is None else residual.view(size, -1)[slowest.transport.index]
         slowest.gather_quantizer.encode(total, payloads[own], total_residual)

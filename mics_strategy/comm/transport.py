@@ -182,9 +182,10 @@ class Transport(ABC):
         They fail on the group's other ranks as well.
         """
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> BackendWork:
-        """Start `all_reduce`."""
-        work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
+    def start_all_reduce(self, tensor: torch.Tensor, *, is_max: bool = False) -> BackendWork:
+        """Start the sum, or the maximum, of a tensor over the ranks, in place."""
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        work: BackendWork = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
         return work
 
     def all_to_all(
@@ -204,12 +205,6 @@ class Transport(ABC):
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]
-
-    def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> BackendWork:
-        """The sum or the maximum of a tensor over the ranks, in place."""
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        work: BackendWork = dist.all_reduce(value, op=op, group=self.group, async_op=True)
-        return work
 
     def close(self) -> None:
         """Destroy the group. Not collective; nothing may be in flight."""

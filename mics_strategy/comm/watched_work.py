@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,24 @@ from mics_strategy.errors import CommunicationError, LifecycleError, MiCSError
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
 MAX_STALL_CHECK_S = 30.0  # between two checks
 LONG_WAIT_S = 8.0  # between two checks, when a rank warns that it waits
+
+
+def watch(is_done: Callable[[float], bool], watchdog: DesyncWatchdog, awaited: Callable[[], OpId]) -> None:
+    """Block until something is done, and tell the watchdog now and then what this rank waits for.
+
+    Args:
+        is_done: Waits so many seconds. Returns whether it is done, or raises its error.
+        watchdog: Finds out why this rank waits long.
+        awaited: Returns the collective for which it waits now.
+
+    Raises:
+        LifecycleError: It never will be done: ranks wait for different collectives.
+    """
+    interval_s = STALL_CHECK_S
+    while not is_done(interval_s):
+        watchdog.check(awaited())
+        interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
+    watchdog.withdraw_report()
 
 
 class WatchedWork:
@@ -45,11 +63,7 @@ class WatchedWork:
         Raises:
             LifecycleError: It never will be: ranks wait for different collectives.
         """
-        interval_s = STALL_CHECK_S
-        while not self._is_done(interval_s):
-            self._watchdog.check(self._op)
-            interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
-        self._watchdog.withdraw_report()
+        watch(self._is_done, self._watchdog, lambda: self._op)
 
     def _is_done(self, within_s: float) -> bool:
         try:

@@ -7,7 +7,7 @@ sum, copying out) are part of the work, so a caller never sees half a result.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class Work:
         keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_work", "keepalive", "label", "queued", "recorded")
+    __slots__ = ("__weakref__", "_on_failure", "_steps", "_work", "keepalive", "label", "queued", "recorded")
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Work:
         self._on_failure = on_failure
         self.queued = queued
         self._work = work
-        self._finish: Callable[[], None] | None = None
+        self._steps: list[Callable[[], None]] = []
         self.keepalive: list[torch.Tensor] = []
         _started.add(self)
 
@@ -98,7 +98,7 @@ class Work:
             AcceleratorError: An earlier kernel on this device failed; with OutOfMemoryError as it is.
         """
         work, self._work = self._work, None
-        finish, self._finish = self._finish, None
+        steps, self._steps = self._steps, []
         recorded, self.recorded = self.recorded, None
         _started.discard(self)
         if recorded is not None:
@@ -113,8 +113,8 @@ class Work:
         finally:
             if recorded is not None:
                 recorded.end_wait()
-        if finish is not None:
-            finish()
+        for step in steps:
+            step()
 
     @property
     def has_completed(self) -> bool:
@@ -126,22 +126,15 @@ class Work:
 
         Returns this object.
         """
-        previous = self._finish
-
-        def both() -> None:
-            if previous is not None:
-                previous()
-            finish()
-
-        self._finish = both
+        self._steps.append(finish)
         return self
 
-    def keep_alive(self, tensors: list[torch.Tensor]) -> Work:
+    def keep_alive(self, tensors: Iterable[torch.Tensor]) -> Work:
         """Hold tensors that must not be freed before the work is done on the device.
 
         Returns this object.
         """
-        self.keepalive = tensors
+        self.keepalive += tensors
         return self
 
 

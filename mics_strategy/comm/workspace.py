@@ -160,3 +160,8 @@ class Workspace:
         start = part.index * bound_bytes + part.used_bytes
         part.used_bytes += aligned_bytes((numel, dtype))
         return self._buffer[start : start + num_bytes].view(dtype)
+
+    def allocate_payloads(self, codec: Codec, count: int, numel: int) -> torch.Tensor:
+        """Scratch memory for encoded payloads of `numel` elements each: [count, bytes], uint8."""
+        num_bytes = codec.encoded_bytes(numel)
+        return self.allocate(count * num_bytes, torch.uint8).view(count, num_bytes)

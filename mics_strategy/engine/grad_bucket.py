@@ -158,16 +158,19 @@ class GradBucket:
 
         Those that the first hop reads in place stay, and all where it copies them itself.
         """
+        if self.collected.kept and self.collected.staging is None:
+            self._copy(self._take_copied())
+
+    def _take_copied(self) -> dict[int, torch.Tensor]:
+        """Take the kept gradients, but not those that the first hop reads in place."""
         kept = self.collected.kept
-        if not kept or self.collected.staging is not None:
-            return
         stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
         self.collected.kept = stay
-        self._copy({position: grad for position, grad in kept.items() if position not in stay} if stay else kept)
+        return {position: grad for position, grad in kept.items() if position not in stay} if stay else kept
 
     def _copy(self, grads: dict[int, torch.Tensor]) -> None:
         """Copy gradients into the flat buffer, or add them to the accumulator."""
-        flat = self.collected.flat
+        flat = self.collected.flat if self.collected.staging is None else self.collected.staging
         if flat is not None:
             self._copies.copy(flat, grads, GradFlag.ARRIVED, self.flags)
         else:
@@ -226,7 +229,7 @@ class GradBucket:
             full.div_(self._predivisor)
         work = comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(out, full, accumulate, self.name)
         if grad is not None:
-            work.keepalive = [*work.keepalive, grad]
+            work.keep_alive([grad])
         return work
 
     def _reduce_scatter(self) -> Work | None:
@@ -236,8 +239,8 @@ class GradBucket:
         copied: dict[int, torch.Tensor] = {}
         staging = self.collected.staging
         if staging is not None:
-            flat = staging
-            copied = self._copy_to_staging(flat)
+            flat, copied = staging, self._take_copied()  # the device may still read them when the host goes on
+            self._copy(copied)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
         if staging is not None or not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
@@ -252,21 +255,7 @@ class GradBucket:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             residual = self.feedback.residual("grad_reduce_scatter", comm)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name, residual)
-        work.keepalive = [*work.keepalive, *copied.values()]
-        return work.then(self.collected.finish_reduce)
-
-    def _copy_to_staging(self, staging: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Copy kept gradients, on the stream of the first hop.
-
-        Returns them: the device may still read them. Those that the first hop reads in place stay kept.
-        """
-        kept = self.collected.kept
-        stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
-        copied = {position: grad for position, grad in kept.items() if position not in stay}
-        self._copies.copy(staging, copied, GradFlag.ARRIVED, self.flags)
-        self.flags.apply("add_grad", copied)
-        self.collected.kept = stay
-        return copied
+        return work.keep_alive(copied.values()).then(self.collected.finish_reduce)
 
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""

@@ -90,7 +90,7 @@ class Internals:
         Waits for the hops in flight, which write to them.
         """
         self.engine.reducer.wait()
-        return [g.feedback for grad_buckets in self.engine.reducer.grad_buckets.values() for g in grad_buckets]
+        return [grad_bucket.feedback for grad_bucket in self.engine.reducer.all_grad_buckets]
 
     @property
     def pending_micro_steps(self) -> int:

@@ -12,8 +12,9 @@ all parameters itself has to read the counts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -77,13 +78,18 @@ class Reducer:
     is_dirty: bool = False
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _turns: Turns[Unit] = field(default_factory=Turns)  # of first hops, in this backward
-    _first_hops: deque[tuple[Unit, list[OpChain]]] = field(default_factory=deque)  # in flight
+    _first_hops: deque[tuple[Unit, list[OpChain]]] = field(default_factory=deque)  # in flight: one between launches
     _collecting: GradBucket | None = None  # that has received the last gradients
+
+    @property
+    def all_grad_buckets(self) -> Iterator[GradBucket]:
+        """The gradients of all units."""
+        return chain.from_iterable(self.grad_buckets.values())
 
     @property
     def holds_gradients(self) -> bool:
         """Whether this rank has sums or means of gradients that were not cleared."""
-        return any(g.state is not AccumulatorState.NONE for of_unit in self.grad_buckets.values() for g in of_unit)
+        return any(grad_bucket.state is not AccumulatorState.NONE for grad_bucket in self.all_grad_buckets)
 
     @property
     def num_pending_backwards(self) -> int:
@@ -160,9 +166,8 @@ class Reducer:
         self.launch(self._turns.take_rest())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         self._copy_collected()
-        for grad_buckets in self.grad_buckets.values():
-            for grad_bucket in grad_buckets:
-                grad_bucket.collected.end()
+        for grad_bucket in self.all_grad_buckets:
+            grad_bucket.collected.end()
         if self.window.is_last:
             self.finish_first_hops()
 
@@ -207,11 +212,12 @@ class Reducer:
         """
         for unit in units:
             self._copy_collected()
-            # A unit's second first hop in one backward (a reentrant checkpoint, late gradients) waits for all: else a
-            # second hop that waits for its turn behind one of them would start while the new first hop is in flight.
+            # A unit's second first hop in one backward (a reentrant checkpoint, late gradients) waits for the one in
+            # flight: else a second hop that waits for its turn behind that would start while the new one is in flight.
             # Its first one in a backward waits for its own of an earlier backward.
             is_another = self.window.record_first_hop(unit.index)
-            self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit))
+            if is_another or any(other is unit for other, _ in self._first_hops):
+                self.finish_first_hops()
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 grad_buckets = self.grad_buckets[unit.index]
@@ -232,27 +238,22 @@ class Reducer:
                     self.second_hops.wait(grad_bucket)  # that of an earlier backward, which was also a boundary
                     for due in self.second_hops.take_turns(grad_bucket):
                         self.second_hops.start(due, chains[-1:])
-            num_in_flight = int(self.overlap_reduce)  # the newest, whose staging buffer the next one does not need yet
-            self._finish_first_hops(len(self._first_hops) - num_in_flight)
+            self.finish_first_hops(but=int(self.overlap_reduce))  # whose staging buffer the next one does not need yet
 
-    def _finish_first_hops(self, count: int) -> None:
-        """Wait for the `count` oldest first hops, on the current stream."""
-        for _ in range(count):
-            for chain in self._first_hops.popleft()[1]:
-                chain.wait()
+    def finish_first_hops(self, *, but: int = 0) -> None:
+        """Wait for all first hops but the newest ones, on the current stream.
 
-    def finish_first_hops(self) -> None:
-        """Wait for all first hops."""
-        self._finish_first_hops(len(self._first_hops))
-
-    def _num_until(self, unit: Unit) -> int:
-        """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
-        return max((number for number, (other, _) in enumerate(self._first_hops, 1) if other is unit), default=0)
+        Args:
+            but: Number of first hops that stay in flight.
+        """
+        while len(self._first_hops) > but:
+            for op_chain in self._first_hops.popleft()[1]:
+                op_chain.wait()
 
     def _wait_for(self, unit: Unit) -> None:
         """Wait until the buffer of a unit's first hop is free. Its second hop starts later, in order."""
-        for chain in (chain for other, chains in self._first_hops if other is unit for chain in chains):
-            chain.wait()
+        for op_chain in chain.from_iterable(chains for other, chains in self._first_hops if other is unit):
+            op_chain.wait()
 
     def finish(self) -> None:
         """Make every gradient the mean over all ranks, and expose it. Collective."""
@@ -288,6 +289,5 @@ class Reducer:
         self.launch(self._turns.take_rest())
         self.finish_first_hops()
         self._copy_collected()
-        for grad_buckets in self.grad_buckets.values():
-            for grad_bucket in grad_buckets:
-                grad_bucket.collected.discard()
+        for grad_bucket in self.all_grad_buckets:
+            grad_bucket.collected.discard()

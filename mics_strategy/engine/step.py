@@ -242,8 +242,7 @@ class Engine:
             parameters: Those that the optimizer has.
         """
         self.reducer.groups.record_step()
-        grad_buckets = (grad_bucket for of_unit in self.reducer.grad_buckets.values() for grad_bucket in of_unit)
-        if any(grad_bucket.feedback.is_unsettled for grad_bucket in grad_buckets):
+        if any(grad_bucket.feedback.is_unsettled for grad_bucket in self.reducer.all_grad_buckets):
             for parameter in parameters:
                 parameter.mics_link.settle_gradient(parameter.mics_position)
         self._pending.clear()

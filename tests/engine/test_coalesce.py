@@ -286,7 +286,7 @@ def test_a_reduction_keeps_its_gradients_alive() -> None:
 
     def watched(self: CoalescedCommunicator, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Work:
         handle = real(self, out, fulls, *arguments)
-        is_kept_alive.append(handle.keepalive is fulls and len(fulls) > 0)
+        is_kept_alive.append(handle.keepalive == fulls and len(fulls) > 0)
         return handle
 
     with mock.patch.object(CoalescedCommunicator, "reduce_scatter", watched):
