@@ -47,6 +47,15 @@ class ReplicaRandom:
         self._devices = [device] if device.type == "cuda" else []
         self._num_draws = 0
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Seed, and number of draws so far, which are equal on all ranks."""
+        return self._seed, self._num_draws
+
+    def move_to(self, position: tuple[int, int]) -> None:
+        """Draw next what other ranks at this position do."""
+        self._seed, self._num_draws = position
+
     def for_shard(self, index: int) -> ReplicaRandom:
         """Seeds of the same job for another shard."""
         devices = self._devices or [torch.device("cpu")]

@@ -271,19 +271,29 @@ class GlooTransport(Transport):
 
     @override
     def barrier(self, tag: int) -> None:
-        """See `Transport.barrier`.
+        self.any_of(False, tag)
+
+    def any_of(self, flag: bool, tag: int) -> bool:
+        """A barrier, behind which all ranks know whether any of them has come with its flag set.
 
         Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
 
+        Args:
+            flag: Flag of this rank.
+            tag: Tag of the barrier, the same on all ranks.
+
         Cost:
-            Empty messages, one after the other: log2(size), rounded up.
+            Messages of one byte, one after the other: log2(size), rounded up.
         """
+        flags, received = torch.tensor([flag], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         step = 1
         while step < self.size:
-            recv = self.group.recv([torch.empty(0)], (self.index - step) % self.size, tag)
-            self.group.send([torch.empty(0)], (self.index + step) % self.size, tag).wait()
+            recv = self.group.recv([received], (self.index - step) % self.size, tag)
+            self.group.send([flags], (self.index + step) % self.size, tag).wait()
             recv.wait()
+            flags |= received
             step *= 2
+        return bool(flags)
 
     @override
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer steps that are run again when a rank was lost.
+"""Optimizer steps that are run again when a rank was lost, and in front of which newcomers join.
 
 All ranks pass a barrier behind the reductions and the clipping of a step, right in front of the first optimizer's
 update. A rank that has passed it knows that every rank has reached it, with final gradients; what follows, the update
@@ -8,35 +8,38 @@ at its end.
 
             forward  backward  second hop  clipping | barrier | update of shards, scheduler   next forward
     lost in  --------- run again without it --------|         |------ the step counts, continue without it -----
+
+The barrier also tells all ranks whether the first one has invited newcomers. Then they end the generation together in
+front of the next attempt, where all that a script has counted is counted on all ranks.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources, abandon_groups
-from mics_strategy.comm.transport import backend_of, timeout_of
+from mics_strategy.comm.transport import GlooTransport, backend_of, timeout_of
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.module_buffers import LARGE_BYTES
 from mics_strategy.engine.rebuild import rebuild
 from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError
-from mics_strategy.recovery.membership import Agreement, Membership, own_client
-from mics_strategy.recovery.peer_sockets import PeerSockets
-from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, shrink
+from mics_strategy.recovery.entering import begin_job, join_job
+from mics_strategy.recovery.joining import Terms, describe
+from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership
+from mics_strategy.recovery.states import RankStates, Sent, Stateful
+from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
 
 _BARRIER_TAG = 1
 
@@ -75,45 +78,81 @@ class Attempt:
 
 
 class Recovery:
-    """Lets training go on in the same processes when ranks die. Collective.
+    """Lets training go on in the same processes when ranks die, or when others join. Collective.
 
     The ranks that are left have a copy of all states, in their memory, and continue with it. A lost rank takes its node
-    along, and its partition group. The mean of gradients is over the ranks that are left: the global batch is smaller,
-    unless `Attempt.micro_batches` deals it out.
+    along, and its partition group. The mean of gradients is over the ranks that there are: the global batch is another
+    one then, unless `Attempt.micro_batches` deals it out.
 
     Args:
         sharded: Model, the only one of this process.
         optimizers: Its optimizers.
+        state: Other objects of the training by name, whose state a newcomer gets: schedulers, counters, samplers. Their
+            `state_dict` is plain data and dense tensors.
+        join: Host and port of the store of a running job, such as ``"node-0:29500"``, which the ranks of this one join:
+            a node, or a partition group. None to begin a job.
+        allows_one_copy: Whether a job may begin with one copy of the states, since others will join. Until then a loss
+            ends it.
         lost_after_s: Silence after which a process counts as lost, seconds. A process is silent while a call holds the
             interpreter's lock.
 
     Raises:
-        ConfigError: The job has no second copy of the states, or uses something that cannot be recovered.
+        ConfigError: The job has no second copy of the states, or uses something that cannot be recovered; or the
+            running job refuses this one, which has sharded something else.
+        CommunicationError: The job to join, or a rank of this one, was lost.
+        SystemExit: The job to join has ended.
 
     Cost:
         A barrier per optimizer step; two small requests to the job's store every 0.2 s. A copy of the model's buffers.
+        To join: the time until the running job begins its next attempt. A newcomer receives the states of its ranks.
     """
 
-    def __init__(self, sharded: Sharded, optimizers: Iterable[Optimizer], *, lost_after_s: float = 5.0) -> None:
-        optimizers = list(optimizers)
-        store = dist.distributed_c10d._get_default_store()
-        run_on_all_ranks(lambda: _check(sharded, optimizers, lost_after_s))
-        client = own_client(store)
-        sockets = PeerSockets(dist.get_rank(), client)
-        greetings = gather_objects((uuid.uuid4().hex, sockets.address), "Recovery")
-        job = greetings[0][0], [address for _, address in greetings]
+    def __init__(
+        self,
+        sharded: Sharded,
+        optimizers: Iterable[Optimizer],
+        *,
+        state: Mapping[str, Stateful] | None = None,
+        join: str | None = None,
+        allows_one_copy: bool = False,
+        lost_after_s: float = 5.0,
+    ) -> None:
+        optimizers, scopes = list(optimizers), sharded.scopes
         self._sharded = sharded
+        self._states = RankStates(sharded, optimizers, dict(state or {}))
+        run_on_all_ranks(lambda: self._check(optimizers, lost_after_s, allows_one_copy or join is not None))
         self._backend = dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
         self._timeout = timeout_of(dist.group.WORLD, "cpu")
-        self._membership = Membership(dist.get_rank(), job, sockets, lost_after_s, self._timeout)
-        weakref.finalize(self, self._membership.close)  # at the end of the process as well
-        self._agreement: Agreement | None = None  # on a loss behind which groups are to be made again
+        self._is_one_node = block_size(scopes) < scopes.ranks_per_node
+        self._agreement: Agreement | None = None  # on members of whom groups are to be made
+        self._is_growing = False  # whether all ranks end the generation in front of the next attempt
         self._has_committed: bool | None = None  # in this attempt; None outside of attempts
         self._buffers = _BufferCopies(sharded.model)
-        self._hooks = [optimizer.register_step_pre_hook(self._commit) for optimizer in optimizers]
-        is_of_rank_0 = isinstance(client, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if dist.get_rank() == 0 and is_of_rank_0:
-            print("`Recovery`: rank 0 holds the store of this job, which ends with it.", flush=True)
+        self._hooks: list[RemovableHandle] = []
+        block = block_size(scopes) if join is None else scopes.world_size
+        policy = LossPolicy(block=block, lost_after_s=lost_after_s, timeout=self._timeout)
+        self._membership: Membership
+        if join is None:
+            self._membership = begin_job(policy)
+        else:
+            self._join(join, policy)
+        weakref.finalize(self, self._membership.close)  # at the end of the process as well
+        self._hooks += [optimizer.register_step_pre_hook(self._commit) for optimizer in optimizers]
+
+    def _check(self, optimizers: list[Optimizer], lost_after_s: float, allows_one_copy: bool) -> None:
+        _check(self._sharded, optimizers, lost_after_s, allows_one_copy)
+        self._states.encode()  # raises for what no newcomer could get
+
+    def _join(self, address: str, policy: LossPolicy) -> None:
+        """Become a member of a running job, in front of one of its attempts."""
+        admission = join_job(address, policy, describe(self._sharded, self._states, policy.block))
+        self._membership = admission.membership
+        self._agreement, self._is_one_node = admission.agreement, admission.terms.is_one_node
+        abandon_groups()
+        admission.terms.apply(self._sharded)
+        self._regroup(admission.generation)
+        if self._membership.members.index(self._membership.number) % policy.block == 0:
+            print(f"`Recovery`: this node has joined, in a job of {dist.get_world_size()} ranks now.", flush=True)
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:
@@ -121,7 +160,7 @@ class Recovery:
 
         When a rank is lost, the context ends early, without an error, once the other ranks are ready to continue. Ranks
         have other numbers then. Random generators of torch and buffers of the model are as before, unless the step
-        counts.
+        counts. Newcomers join in front of an attempt, when the context is entered.
 
         Yields:
             The attempt, which says behind the context whether the step counts.
@@ -130,6 +169,8 @@ class Recovery:
             CommunicationError: No complete copy of the states is left, or this rank's node or partition group has lost
                 a rank.
         """
+        if self._is_growing:
+            self._grow()
         attempt, steps, failure = Attempt(), self._membership.commits, "noticed in a step that needed them no more"
         random_state = torch.get_rng_state()
         self._buffers.save()
@@ -151,24 +192,43 @@ class Recovery:
             self._has_committed = None
         if self._agreement is not None:
             members = self._membership.members
-            self._regroup()
-            self._report(members, failure, attempt)
+            self._regroup(self._membership.generation)
+            step = "counts" if attempt.completed else "is run again"
+            self._report(members, f" ({failure})", f"the step {step}", None)
             if not attempt.completed:
                 torch.set_rng_state(random_state)
                 self._buffers.restore()
 
-    def _report(self, before: list[int], failure: str, attempt: Attempt) -> None:
-        """Print, on the first rank, who was lost, and what follows."""
-        if dist.get_rank() == 0:
-            gone = ", ".join(str(number) for number in before if number not in self._membership.members)
-            print(
-                f"`Recovery`: processes {gone or 'none'} are gone ({failure}). {dist.get_world_size()} ranks continue; "
-                f"the step {'counts' if attempt.completed else 'is run again'}.",
-                flush=True,
+    def _grow(self) -> None:
+        """End the generation together with all other ranks, and make groups with the newcomers."""
+        members = self._membership.members
+        self._agreement = self._membership.agree(for_newcomers=True)
+        abandon_groups()
+        sent = self._regroup(self._membership.generation)
+        self._report(members, " (lost in front of a step)", "no step was interrupted", sent)
+
+    def _report(self, before: list[int], failure: str, step: str, sent: Sent | None) -> None:
+        """Print, on the first rank, who was lost, who has joined, and what follows."""
+        if dist.get_rank():
+            return
+        gone = ", ".join(str(number) for number in before if number not in self._membership.members)
+        new = ", ".join(str(number) for number in self._membership.members if number not in before)
+        joined = ""
+        if new and sent is not None:
+            joined = (
+                f"processes {new} have joined, and got {sent.tensor_bytes} bytes of states (planned: "
+                f"{sent.planned_bytes}) and {sent.text_bytes} bytes of names and numbers"
             )
+        left = "" if joined and not gone else f"processes {gone or 'none'} are gone{failure}"
+        changes = ", ".join(change for change in (left, joined) if change)
+        print(f"`Recovery`: {changes}. {dist.get_world_size()} ranks continue; {step}.", flush=True)
 
     def close(self) -> None:
         """End the watch over other processes. Call it when the training has ended."""
+        self._membership.announce_end()
+        self._leave()
+
+    def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._membership.close()
@@ -178,7 +238,8 @@ class Recovery:
         self._membership.fail(self._membership.generation)
         abandon_groups()
         self._agreement = self._membership.agree()
-        self._membership.commits = self._agreement.commits
+        if self._membership.number not in self._agreement.newcomers:
+            self._membership.commits = self._agreement.commits
         return self._agreement
 
     def _commit(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,26 +269,60 @@ class Recovery:
         """
         group, steps = self._sharded.internals.groups.world_group, self._membership.commits
         try:
+            has_invited = self._membership.is_first and self._invite()
             if group is not None:
-                group.transport.barrier(_BARRIER_TAG)
-            self._membership.commits = steps + 1
+                has_invited = cast("GlooTransport", group.transport).any_of(has_invited, _BARRIER_TAG)
+            self._membership.commits, self._is_growing = steps + 1, has_invited
         except RuntimeError as error:
             if self._agree().commits == steps:
                 raise CommunicationError(f"A barrier over all ranks failed: {error}.") from error
         self._has_committed = True
 
-    def _regroup(self) -> None:
-        """Make process groups of the ranks that are left. Another rank may be lost meanwhile."""
+    def _invite(self) -> bool:
+        """Invite the newcomers that fit; refuse the others. Returns whether any fits."""
+        membership = self._membership
+        if not membership.applications.waiting:
+            return False
+        try:
+            description = describe(self._sharded, self._states, membership.policy.block)
+        except ConfigError as error:
+            membership.applications.refuse(str(error))
+            return False
+        return membership.applications.invite(membership.generation, description)
+
+    def _regroup(self, generation: int) -> Sent | None:
+        """Make process groups of the members behind a generation. Another rank may be lost meanwhile.
+
+        Returns:
+            What newcomers have got; None where there are none.
+        """
+        sent = None
         while (agreement := self._agreement) is not None:
-            self._agreement = None
-            members = remaining(self._membership.members, agreement.lost, block_size(self._sharded.scopes))
-            self._check_stays(members, agreement)
-            self._membership.begin(members)
+            self._agreement, self._is_growing = None, False
+            self._check_stays(agreement)
             try:
+                self._membership.begin(agreement.members, generation + 1)
+                for index in agreement.invited:
+                    terms = Terms.of(self._sharded, is_one_node=self._is_one_node)
+                    self._membership.applications.accept(int(index), generation, terms)
                 rebuild(self._sharded, self._membership.run_until_failure(self._make_groups))
+                if agreement.newcomers:
+                    sent = self._bring_states(agreement)
             except RuntimeError:
+                generation = self._membership.generation
                 if not self._agree().lost:
                     raise
+        return sent
+
+    def _bring_states(self, agreement: Agreement) -> Sent:
+        """Send states to newcomers, or receive them."""
+        membership = self._membership
+        by_member = sources(agreement.members, agreement.newcomers, membership.policy.block)
+        rank_of = {member: rank for rank, member in enumerate(agreement.members)}
+        by_rank = {rank_of[target]: rank_of[source] for target, source in by_member.items()}
+        sent = self._states.transfer(by_rank)
+        membership.commits = agreement.commits
+        return self._states.settle(sent, by_rank, membership.number)  # behind which no rank is without states
 
     def _make_groups(self) -> ProcessGroups:
         membership = self._membership
@@ -235,15 +330,16 @@ class Recovery:
         dist.init_process_group(
             self._backend, store=membership.store, rank=rank, world_size=world_size, timeout=self._timeout
         )
-        scopes = shrink(self._sharded.scopes, world_size)
+        scopes = resize(self._sharded.scopes, world_size, is_one_node=self._is_one_node)
         return ProcessGroups(scopes, CommResources(world_size, self._sharded.device), seed=0)
 
-    def _check_stays(self, members: list[int], agreement: Agreement) -> None:
+    def _check_stays(self, agreement: Agreement) -> None:
         number, lost = self._membership.number, ", ".join(map(str, agreement.lost))
-        if number in members:
+        complete = set(agreement.members).difference(agreement.newcomers)
+        if number in agreement.members and complete:
             return
-        self.close()
-        if not members:
+        self._leave()
+        if not complete:
             raise CommunicationError(
                 f"Processes {lost} were lost, and no complete copy of the states is left: every node, or group of "
                 f"{self._sharded.scopes.optimizer} ranks that shard optimizer states, has lost one. Start the job "
@@ -251,12 +347,12 @@ class Recovery:
             )
         raise CommunicationError(
             f"Processes {lost} were lost, and process {number} shares a node or a partition group with one of them. "
-            f"The {len(members)} ranks of whole ones go on; this process leaves."
+            f"The {len(agreement.members)} ranks of whole ones go on; this process leaves."
         )
 
 
-def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float) -> None:
-    check_recoverable(sharded.config, sharded.scopes)
+def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float, allows_one_copy: bool) -> None:
+    check_recoverable(sharded.config, sharded.scopes, allows_one_copy=allows_one_copy)
     if not lost_after_s > 0:
         raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):

@@ -1,11 +1,13 @@
-"""Which processes of a job live, and what they agree on when one is lost.
+"""Which processes of a job live, and what they agree on when one is lost, or when others join.
 
-A process has one number for good: its first rank. The default groups that the job makes, one after the other, are its
-*generations*, from 0. Everything goes through the job's store, where no process waits for a dead one:
+A process has one number for good: its first rank, or the next that no process had (see `joining`). The default groups
+that the job makes, one after the other, are its *generations*, from 0. Those of a block that waits to join are below 0.
+Everything goes through the job's store, where no process waits for a dead one:
 
     beat/<number>              grows while the process lives; and the attempts that it has committed
     failed/<generation>        set by whoever notices a failure; all others then end their collectives
-    arrived/<generation>/<number>   committed attempts of a process that has ended its collectives
+    arrived/<generation>/<number>   committed attempts of a process that has ended its collectives, and whether it ends
+                               the generation for newcomers
     members/<generation>       who goes on, and which attempts count: set once, by whoever first knows of every process
                                that it has arrived or is gone
 
@@ -20,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,31 +30,52 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from typing_extensions import override
 
-from mics_strategy.comm.desync import BoundedStore
 from mics_strategy.comm.resources import cancel_collectives
 from mics_strategy.errors import CommunicationError
-from mics_strategy.recovery.peer_sockets import Address, PeerSockets
+from mics_strategy.recovery.joining import Applications
+from mics_strategy.recovery.peer_sockets import PeerSockets
+from mics_strategy.recovery.survivors import remaining
 
 T = TypeVar("T")
 BEAT_S = 0.2  # between two heartbeats
 _POLL_S = 0.02
 _GRACE_S = 0.5  # for a thread whose collectives have failed
 _STORE_TIMEOUT_S = 60.0
+NO_STATES = -1  # committed attempts of a newcomer that has no states yet
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """What the processes that are left have agreed on.
 
     Attributes:
-        members: Their numbers, in the order of their ranks.
-        lost: Numbers of the processes that are gone.
+        members: Numbers of the processes that go on, in the order of their ranks.
+        lost: Numbers of those that are gone.
+        newcomers: Members without states.
+        invited: Numbers of the newcomers that are members from now on, by the index of their application.
         commits: Attempts that count.
     """
 
     members: list[int]
     lost: list[int]
+    newcomers: list[int]
+    invited: dict[str, list[int]]
     commits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPolicy:
+    """How a job loses processes.
+
+    Attributes:
+        block: Ranks that stay, leave or join together.
+        lost_after_s: Silence after which a process counts as lost, seconds.
+        timeout: Time in which all processes notice a failure, or count as lost. Collectives have the same.
+    """
+
+    block: int
+    lost_after_s: float
+    timeout: timedelta
 
 
 class Membership:
@@ -60,47 +83,52 @@ class Membership:
 
     Args:
         number: Number of this process.
-        job: Name of the job in the store, the same on all processes, unique and secret; host and port of each process,
-            by its number.
-        sockets: Connections of this process, not yet connected.
-        lost_after_s: Silence after which a process counts as lost, seconds.
-        timeout: Time in which all processes notice a failure, or count as lost. Collectives have the same.
+        members: Numbers of the members of the first generation.
+        generation: Number of that generation.
+        store: Store of the job.
+        sockets: Connections of this process.
+        policy: How the job loses processes.
 
     Attributes:
         number: Number of this process.
         members: Numbers of the processes of this generation, in the order of their ranks.
         generation: Number of the generation.
-        commits: Attempts that this process has committed.
-        timeout: See `Args`.
+        commits: Attempts that this process has committed; `NO_STATES` for a newcomer without states.
+        policy: See `Args`.
         store: Store of the process groups of this generation, once it has begun.
         has_failed: Whether a collective of this generation has failed on any process.
+        applications: Applications to join, which the first member answers.
     """
 
     def __init__(
         self,
         number: int,
-        job: tuple[str, Sequence[Address]],
+        members: Sequence[int],
+        generation: int,
+        store: Any,
         sockets: PeerSockets,
-        lost_after_s: float,
-        timeout: timedelta,
+        policy: LossPolicy,
     ) -> None:
-        name, addresses = job
         self.number = number
-        self.members = list(range(len(addresses)))
-        self.generation = 0
-        self.commits = 0
+        self.members = list(members)
+        self.generation = generation
+        self.commits = NO_STATES if generation < 0 else 0
+        self.policy = policy
         self.has_failed = False
         self.store: GenerationStore | None = None  # held here: torch keeps only the part of it that is in C++
-        self._lost_after_s = lost_after_s
-        self.timeout = timeout
-        self._store: Any = PrefixStore(f"mics/recovery/{name}", own_client(BoundedStore().store))
+        self.applications = Applications(store)
+        self._store = store
         self._sockets = sockets
-        sockets.connect(addresses, name)
         self._failing = threading.Lock()
         self._ending = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._watch, name="mics heartbeat", daemon=True)
         self._thread.start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first member, which answers applications."""
+        return self.members[0] == self.number and self.generation >= 0
 
     def close(self) -> None:
         """End the heartbeats: this process leaves the job, or is done."""
@@ -108,13 +136,21 @@ class Membership:
         self._thread.join()
         self._sockets.close()
 
-    def begin(self, members: Sequence[int]) -> None:
-        """Begin the next generation, with these members."""
+    def announce_end(self) -> None:
+        """Let those who wait to join know that the job ends, if this is the first member."""
+        if self.is_first:
+            with suppress(dist.DistError):  # of a store that is gone, which says the same
+                self._store.set("ended", "")
+
+    def begin(self, members: Sequence[int], generation: int) -> None:
+        """Begin a generation, with these members."""
         with self._failing:
             self.members = list(members)
-            self.generation += 1
+            self.generation = generation
             self.has_failed = False
-        self.store = GenerationStore(PrefixStore(f"groups/{self.generation}", self._store), self)
+        if self.is_first:
+            self._store.set("running", json.dumps(self.members))
+        self.store = GenerationStore(PrefixStore(f"groups/{generation}", self._store), self)
 
     def fail(self, generation: int) -> None:
         """End the collectives of a generation, on all processes. A second call does nothing."""
@@ -131,6 +167,11 @@ class Membership:
         while not self.has_failed and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         return self.has_failed
+
+    @property
+    def has_seen_death(self) -> bool:
+        """Whether a process has died to which this one was connected."""
+        return bool(self._sockets.died)
 
     @property
     def lacks_members(self) -> bool:
@@ -166,8 +207,12 @@ class Membership:
             raise CommunicationError("A rank was lost while the others made process groups.")
         return made[0]
 
-    def agree(self) -> Agreement:
+    def agree(self, *, for_newcomers: bool = False) -> Agreement:
         """Agree on who goes on. All collectives of this process have ended.
+
+        Args:
+            for_newcomers: Whether this process ends the generation for invited newcomers, not for a failure. They
+                become members if all processes do.
 
         Raises:
             CommunicationError: This process was taken for lost, or the store is gone.
@@ -176,7 +221,7 @@ class Membership:
             The time until each other process has noticed the failure, or was silent for `lost_after_s`.
         """
         try:
-            return self._agree()
+            return self._agree(for_newcomers)
         except dist.DistError as error:
             raise CommunicationError(
                 f"A rank was lost, and so was the store of the job, without which the others cannot agree ({error}). "
@@ -184,32 +229,57 @@ class Membership:
                 "the ranks; in a script that starts its ranks itself, rank 0 has it."
             ) from error
 
-    def _agree(self) -> Agreement:
-        key = f"members/{self.generation}"
-        self._store.set(f"arrived/{self.generation}/{self.number}", str(self.commits))
-        silence, deadline_s = _Silence(self._store), time.monotonic() + self.timeout.total_seconds()
+    def _agree(self, for_newcomers: bool) -> Agreement:
+        key, arrival = f"members/{self.generation}", json.dumps([self.commits, for_newcomers])
+        self._store.set(self._arrival(self.number), arrival)
+        silence, deadline_s = Silence(self._store), time.monotonic() + self.policy.timeout.total_seconds()
         while not self._store.check([key]):
             arrived = {
-                number: int(self._store.get(self._arrival(number)))
+                number: json.loads(self._store.get(self._arrival(number)))
                 for number in self.members
                 if self._store.check([self._arrival(number)])
             }
             missing = [number for number in self.members if number not in arrived]
             silences_s = {number: silence.of(number) for number in missing}  # of all: each look is remembered
-            is_late = time.monotonic() > deadline_s
-            if is_late or all(n in self._sockets.gone or silences_s[n] > self._lost_after_s for n in missing):
-                commits = max([*arrived.values(), *(silence.commits_of(number) for number in missing)])
-                self._store.compare_set(key, "", json.dumps([sorted(arrived), commits]))
+            is_late, longest_s = time.monotonic() > deadline_s, self.policy.lost_after_s
+            if is_late or all(n in self._sockets.gone or silences_s[n] > longest_s for n in missing):
+                beats = [silence.commits_of(number) for number in missing]
+                self._store.compare_set(key, "", json.dumps(asdict(self._conclude(arrived, beats))))
                 break
             time.sleep(_POLL_S)
-        numbers, commits = json.loads(self._store.get(key))
-        if self.number not in numbers:
+        agreement = self.agreement_behind(self.generation)
+        if self.number in agreement.lost:
             raise CommunicationError(
-                f"Process {self.number} was silent for more than {self._lost_after_s} s, and the others have gone on "
-                "without it. Raise `lost_after_s` if it was only busy."
+                f"Process {self.number} was silent for more than {self.policy.lost_after_s} s, and the others have "
+                "gone on without it. Raise `lost_after_s` if it was only busy."
             )
-        members = [number for number in self.members if number in numbers]
-        return Agreement(members, [number for number in self.members if number not in numbers], commits)
+        return agreement
+
+    def _conclude(self, arrived: dict[int, tuple[int, bool]], beats: list[int]) -> Agreement:
+        """The agreement of the processes that have arrived, as the first that knows of all concludes.
+
+        Args:
+            arrived: Committed attempts, and whether it ends the generation for newcomers, of each that has arrived.
+            beats: Committed attempts in the last heartbeats of the others.
+        """
+        lost, block = [number for number in self.members if number not in arrived], self.policy.block
+        members = remaining(self.members, lost, block)
+        complete = remaining(members, [number for number in members if arrived[number][0] == NO_STATES], block)
+        invited: dict[str, list[int]] = {}
+        if not lost and all(for_newcomers for _, for_newcomers in arrived.values()):
+            invited = json.loads(self._store.get(f"invited/{self.generation}"))
+        members = sorted([*members, *(number for numbers in invited.values() for number in numbers)])
+        return Agreement(
+            members=members,
+            lost=lost,
+            newcomers=[number for number in members if number not in complete],
+            invited=invited,
+            commits=max([*(commits for commits, _ in arrived.values()), *beats]),
+        )
+
+    def agreement_behind(self, generation: int) -> Agreement:
+        """The agreement that has ended a generation, which exists."""
+        return Agreement(**json.loads(self._store.get(f"members/{generation}")))
 
     def _arrival(self, number: int) -> str:
         return f"arrived/{self.generation}/{number}"
@@ -218,30 +288,35 @@ class Membership:
         self._store.set(f"beat/{self.number}", f"{count} {self.commits}")
 
     def _watch(self) -> None:
-        count, watched = 0, -1
+        count, silence, watched, has_store = 0, Silence(self._store), self.generation, True
         while not self._ending.is_set():
             count += 1
             self._sockets.poll(BEAT_S)
             with self._failing:
                 generation, members = self.generation, self.members
-            try:
-                self._beat(count)
-                if watched != generation:
-                    watched, silence = generation, _Silence(self._store)
-                if (
-                    not self._sockets.died.isdisjoint(members)
-                    or self._store.check([f"failed/{generation}"])
-                    or self._misses_neighbor(members, silence)
-                ):
-                    self.fail(generation)
-            except dist.DistError:  # the process that held the store has ended; who needs it says so
-                return
+            if watched != generation:
+                watched, silence = generation, Silence(self._store)
+            is_failing = not self._sockets.died.isdisjoint(members)
+            if has_store:
+                try:
+                    self._beat(count)
+                    is_failing = (
+                        is_failing
+                        or self._store.check([f"failed/{generation}"])
+                        or self._misses_neighbor(members, silence)
+                    )
+                    if self.is_first:
+                        self.applications.poll()
+                except dist.DistError:  # the process that held the store has ended: connections still show deaths
+                    has_store = False
+            if is_failing:
+                self.fail(generation)
 
-    def _misses_neighbor(self, members: Sequence[int], silence: _Silence) -> bool:
+    def _misses_neighbor(self, members: Sequence[int], silence: Silence) -> bool:
         """Whether the next process that has not left is silent. If several are, the one before them notices."""
         start = members.index(self.number) + 1
         following = next(n for n in (*members[start:], *members[:start]) if n not in self._sockets.gone)
-        if following == self.number or silence.of(following) <= self._lost_after_s:
+        if following == self.number or silence.of(following) <= self.policy.lost_after_s:
             return False
         self._sockets.gone.add(following)
         return True
@@ -260,7 +335,7 @@ class GenerationStore(Store):
         self._inner: Any = store
         self._membership = membership
         self._generation = membership.generation
-        self._longest = membership.timeout
+        self._longest = membership.policy.timeout
 
     @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -305,7 +380,7 @@ class GenerationStore(Store):
     deleteKey = delete_key  # by which torch's C++ finds it
 
 
-class _Silence:
+class Silence:
     """How long processes have been silent, as observed from now on.
 
     Args:

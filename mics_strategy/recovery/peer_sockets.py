@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 from torch._C._distributed_c10d import TCPStore
@@ -53,7 +53,7 @@ class PeerSockets:
         """Number of processes that are connected and have sent their greeting."""
         return sum(number is not None for number in self._peers.values())
 
-    def connect(self, addresses: Sequence[Address], token: str) -> None:
+    def connect(self, addresses: Mapping[int, Address], token: str) -> None:
         """Connect to the processes with lower numbers; the others connect to this one.
 
         Args:
@@ -61,7 +61,7 @@ class PeerSockets:
             token: Secret of the job, without which a greeting does not count.
         """
         self._token = token.encode()
-        for address in addresses[: self._number]:
+        for address in [address for number, address in addresses.items() if number < self._number]:
             with suppress(OSError):  # unreachable: its silence will show
                 self._greet(socket.create_connection(address, _CONNECT_TIMEOUT_S))
 

@@ -1,7 +1,7 @@
-"""Ranks that go on after a loss, and the scopes that they have then.
+"""Ranks that go on after a loss or with newcomers, and the scopes that they have then.
 
-Ranks stay or leave in blocks: whole nodes, and whole groups over which optimizer states are sharded. So every rank that
-stays has the shards that it had before, and nothing has to be sent.
+Ranks stay, leave and join in blocks: whole nodes, and whole groups over which optimizer states are sharded. So every
+rank that stays has the shards that it had before, and a newcomer has those of a rank in any other block.
 
 Pure.
 """
@@ -19,7 +19,7 @@ from mics_strategy.topology import Topology
 
 
 def block_size(scopes: Scopes) -> int:
-    """Consecutive ranks that stay or leave together."""
+    """Consecutive ranks that stay, leave or join together."""
     has_several_nodes = scopes.world_size > scopes.ranks_per_node
     return max(scopes.optimizer, scopes.ranks_per_node if has_several_nodes else 1)
 
@@ -36,28 +36,56 @@ def remaining(members: Sequence[int], lost: Collection[int], block: int) -> list
     return [member for whole in blocks if not set(whole).intersection(lost) for member in whole]
 
 
-def shrink(scopes: Scopes, world_size: int) -> Scopes:
-    """The scopes of a job that has fewer ranks, in whole blocks. Degrees stay; all links between nodes count alike."""
-    per_node = min(scopes.ranks_per_node, world_size)
+def sources(members: Sequence[int], newcomers: Collection[int], block: int) -> dict[int, int]:
+    """The member from which each newcomer gets its states: one in the same place of another block, in turns.
+
+    Args:
+        members: Members in the order of their ranks.
+        newcomers: Those of them that have no states, in whole blocks.
+        block: Ranks of a block.
+    """
+    complete = remaining(members, newcomers, block)
+    incomplete = [member for member in members if member in newcomers]
+    return {member: complete[position % len(complete)] for position, member in enumerate(incomplete)}
+
+
+def resize(scopes: Scopes, world_size: int, *, is_one_node: bool) -> Scopes:
+    """The scopes of a job that has more or fewer whole blocks of ranks.
+
+    Degrees stay. All links between nodes count alike.
+
+    Args:
+        scopes: Scopes of the job.
+        world_size: Its new number of ranks.
+        is_one_node: Whether a block is less than a node, so that the job is one node of any number of ranks.
+    """
+    per_node = world_size if is_one_node else scopes.ranks_per_node
     degrees = {scopes.params, scopes.grads, scopes.optimizer, scopes.secondary}
     axes = make_axes({*degrees, world_size}, Topology(ranks_per_node=per_node), world_size)
     return dataclasses.replace(scopes, world_size=world_size, ranks_per_node=per_node, axes=axes)
 
 
-def check_recoverable(config: ShardConfig, scopes: Scopes) -> None:
+def check_recoverable(config: ShardConfig, scopes: Scopes, *, allows_one_copy: bool = False) -> None:
     """Check that a job can lose ranks and go on with what the others have in memory.
+
+    Args:
+        config: Its configuration.
+        scopes: Its scopes.
+        allows_one_copy: Whether the states may have no second copy yet, because newcomers will bring one.
 
     Raises:
         ConfigError: It cannot. The error says why.
     """
     asked = "`Recovery` continues with the copies of the states that other ranks have"
-    if scopes.world_size == block_size(scopes):
+    if scopes.world_size == block_size(scopes) and not allows_one_copy:
         raise ConfigError(
             f"{asked}, and this job has one: optimizer states are sharded over {scopes.optimizer} of its "
             f"{scopes.world_size} ranks, and {scopes.ranks_per_node} are a node. Use a smaller `partition_size`, more "
-            "nodes, or checkpoints and a restart."
+            "nodes, or checkpoints and a restart; or `allows_one_copy=True`, if more nodes will join."
         )
+    degrees = (config.partition_size, config.params, config.grads, config.optimizer, config.secondary_params)
     problems = {
+        "a scope of 'world' is another one with more ranks": "world" in degrees and allows_one_copy,
         "`optimizer_layout='tensors'` sends in the middle of an optimizer's step": config.optimizer_layout == "tensors"
         and scopes.optimizer > 1,
         "`outer_every` lets islands have different values": config.outer_every > 0,

@@ -1,4 +1,4 @@
-"""Jobs whose ranks die: ``python -m tests.recovery.job FOLDER`` forks real processes and kills them by SIGKILL.
+"""Jobs whose ranks die, and come: ``python -m tests.recovery.job FOLDER`` forks real processes, kills them by SIGKILL.
 
 FOLDER/scenarios.json holds a list of `Scenario`; the results of the ranks that end are in FOLDER/<scenario>/<rank>.
 """
@@ -31,7 +31,11 @@ from mics_strategy import Recovery, ShardConfig, Topology, load_checkpoint, save
 from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.recovery import attempt as attempt_module
+from mics_strategy.recovery import entering
+from mics_strategy.recovery import states as states_module
+from mics_strategy.recovery.attempt import Attempt
 from mics_strategy.recovery.membership import Membership
+from mics_strategy.recovery.states import RankStates
 
 TIMEOUT_S = 120.0
 CHILD_S = 15.0  # that the child of a rank lives
@@ -50,6 +54,13 @@ class Scenario:
         rank_0_has_store: Whether rank 0 holds the store, not the launcher.
         profiles: Whether the job is profiled, longer than it runs; and again at its end.
         num_dealt: Micro-batches of a step that `Attempt.micro_batches` deals out, in fp64; 0 for one of each rank.
+        joins: Step in which each block of newcomers asks to join; the job waits in it until they have. Their numbers
+            follow those of the job.
+        block: Ranks of each of these blocks.
+        newcomer: Fields of the scenario that the newcomers have instead.
+        optimizer: Name of it in torch.
+        dtype: Name of the parameters' dtype in torch.
+        freezes: Whether the first layer is frozen.
     """
 
     name: str
@@ -68,6 +79,12 @@ class Scenario:
     forks: bool = False
     profiles: bool = False
     rank_0_has_store: bool = False
+    joins: tuple[int, ...] = ()
+    block: int = 2
+    newcomer: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "AdamW"
+    dtype: str = "float32"
+    freezes: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,18 +106,23 @@ class Killer:
             "hop": (GradBucket, "second_hop"),
             "agreement": (Membership, "agree"),
             "regroup": (attempt_module, "rebuild"),
+            "wait": (entering, "answer_to"),
+            "receive": (states_module, "decode"),
+            "send": (RankStates, "transfer"),
+            "settle": (RankStates, "settle"),
         }
         for point, (owner, name) in patches.items():
             self._stack.enter_context(mock.patch.object(owner, name, self._before(point, getattr(owner, name))))
-        barrier = GlooTransport.barrier
+        any_of = GlooTransport.any_of
 
-        def send_and_die(transport: GlooTransport, tag: int) -> None:
+        def send_and_die(transport: GlooTransport, flag: bool, tag: int) -> bool:
             if self._is_due("barrier"):
-                transport.group.send([torch.empty(0)], (transport.index + 1) % transport.size, tag).wait()
+                message = torch.zeros(1, dtype=torch.uint8)
+                transport.group.send([message], (transport.index + 1) % transport.size, tag).wait()
                 die()
-            barrier(transport, tag)
+            return any_of(transport, flag, tag)
 
-        self._stack.enter_context(mock.patch.object(GlooTransport, "barrier", send_and_die))
+        self._stack.enter_context(mock.patch.object(GlooTransport, "any_of", send_and_die))
 
     def _is_due(self, point: str) -> bool:
         return self._kill is not None and (self.step, point) == tuple(self._kill)
@@ -139,10 +161,10 @@ def make_model(*, has_buffers: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), norm, nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-def batch(step: int, micro_step: int) -> torch.Tensor:
+def batch(step: int, micro_step: int, dtype: torch.dtype) -> torch.Tensor:
     """The batch of this rank, [4, 6]."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
-    return torch.randn(4, 6, generator=generator)
+    return torch.randn(4, 6, generator=generator).to(dtype)
 
 
 def dealt_batch(step: int, number: int) -> torch.Tensor:
@@ -150,22 +172,58 @@ def dealt_batch(step: int, number: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + number), dtype=torch.float64)
 
 
-def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
+class Progress:
+    """The step of a loop, as a script counts it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.shape = (4, 6)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "shape": self.shape}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.shape = state["step"], state["shape"]
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    return getattr(torch.optim, name)([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def wait_for_newcomers(scenario: Scenario, recovery: Recovery, step: int, folder: Path) -> None:
+    """Let newcomers ask to join, on the first rank, and wait until they do."""
+    count = scenario.joins.count(step)
+    if count and dist.get_rank() == 0 and not (folder / f"joins-{step}").exists():
+        (folder / f"joins-{step}").touch()
+        deadline_s = time.monotonic() + TIMEOUT_S / 4
+        while len(recovery._membership.applications.waiting) < count and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+
+def train(scenario: Scenario, killer: Killer, folder: Path, address: str | None = None) -> dict[str, Any]:
     """Train; returns the loss of this rank in each step, the weights, and seconds of recoveries."""
     config = ShardConfig.preset(
         scenario.preset, topology=Topology(ranks_per_node=scenario.ranks_per_node), **scenario.fields
     )
     model = make_model(has_buffers=scenario.has_buffers)
-    if scenario.num_dealt:
-        model.double()
+    model.to(torch.float64 if scenario.num_dealt else getattr(torch, scenario.dtype))
+    model[0].requires_grad_(not scenario.freezes)
     sharded = shard(model, config, units=[nn.Linear])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = make_optimizer(scenario.optimizer, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    step = 0
+    progress, recovery = Progress(), None
     if scenario.loads is not None:
-        step = scenario.loads[1]
+        progress.step = scenario.loads[1]
         scheduler.load_state_dict(load_checkpoint(folder.parent / scenario.loads[0], sharded, [optimizer]))
-    recovery = None if scenario.loads else Recovery(sharded, [optimizer], lost_after_s=scenario.lost_after_s)
+    else:
+        recovery = Recovery(
+            sharded,
+            [optimizer],
+            state={"scheduler": scheduler, "progress": progress},
+            join=address,
+            allows_one_copy=True,
+            lost_after_s=scenario.lost_after_s,
+        )
     optimizer.register_step_pre_hook(lambda *_: killer.strike("update"))
     model[3].register_forward_hook(lambda *_: killer.strike("forward"))
     if scenario.profiles:
@@ -175,7 +233,8 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
         os._exit(0)
     losses, repeated, seconds, draws, sizes, ends = {}, [], [], {}, {}, {}
     killer.start_clock(folder, dist.get_rank())
-    while step < scenario.num_steps:
+    while progress.step < scenario.num_steps:
+        step = progress.step
         while scenario.saves and scenario.saves[1] == step:
             killer.step = step
             with contextlib.nullcontext() if recovery is None else recovery.attempt() as attempt:
@@ -185,15 +244,11 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
                 break
         killer.step, start_s = step, time.monotonic()
         with contextlib.nullcontext() if recovery is None else recovery.attempt() as attempt:
+            if recovery is not None:
+                wait_for_newcomers(scenario, recovery, step, folder)
             draws.setdefault(step, []).append(float(torch.rand(())))
             total = torch.zeros(())
-            if scenario.num_dealt:
-                dealt = attempt.micro_batches(scenario.num_dealt)
-                batches = [(dealt_batch(step, number), weight) for number, weight in dealt]
-            else:
-                count = scenario.num_micro_steps
-                batches = [(batch(step, micro_step), 1 / count) for micro_step in range(count)]
-            for values, weight in batches:
+            for values, weight in batches_of(scenario, step, attempt):
                 hidden = model(values)
                 time.sleep(scenario.step_s)
                 hidden.register_hook(lambda _: killer.strike("backward"))
@@ -201,9 +256,8 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
                 loss.backward()
                 total += loss.detach()
             losses[step], sizes[step] = total.item(), dist.get_world_size()
-            killer.strike("clip")
-            killer.strike("stop")
-            killer.strike("error")
+            for point in ("clip", "stop", "error"):
+                killer.strike(point)
             sharded.clip_grad_norm_(0.5)
             killer.strike("step")
             optimizer.step()
@@ -212,20 +266,17 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
             killer.strike("end")
         if recovery is None or attempt.completed:
             ends[step] = time.time()
-            step += 1
+            progress.step += 1
         else:
             repeated.append(step)
             seconds.append(time.monotonic() - start_s)
     if scenario.profiles and recovery is not None:
         sharded.profile(steps=1)  # the former one has ended with the loss
-    weights = sharded.full_state_dict()
-    states = sharded.full_optimizer_state_dict(optimizer)
+    result = {"weights": sharded.full_state_dict(), "states": sharded.full_optimizer_state_dict(optimizer)}
     if recovery is not None:
         recovery.close()
-    return {
+    return result | {
         "losses": losses,
-        "weights": weights,
-        "states": states,
         "rank": dist.get_rank(),
         "sizes": sizes,
         "repeated": repeated,
@@ -237,22 +288,41 @@ def train(scenario: Scenario, killer: Killer, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_rank(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
+def batches_of(scenario: Scenario, step: int, attempt: Attempt | None) -> list[tuple[torch.Tensor, float]]:
+    """The batches of this rank in a step, and the weights of their losses."""
+    if scenario.num_dealt and attempt is not None:
+        return [(dealt_batch(step, number), weight) for number, weight in attempt.micro_batches(scenario.num_dealt)]
+    count, dtype = scenario.num_micro_steps, getattr(torch, scenario.dtype)
+    return [(batch(step, micro_step, dtype), 1 / count) for micro_step in range(count)]
+
+
+def run_rank(scenario: Scenario, number: int, port: int, folder: Path) -> None:
     """The process of one rank."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    kill = scenario.kills.get(str(rank))
-    killer = Killer(None if kill is None else tuple(kill))
+    kill = scenario.kills.get(str(number))
+    killer, address = Killer(None if kill is None else tuple(kill)), None
     try:
-        has_store = scenario.rank_0_has_store and rank == 0
-        store = dist.TCPStore("127.0.0.1", port, None, has_store, timedelta(seconds=TIMEOUT_S), False)
-        timeout = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario.world_size, timeout=timeout)
-        result: Any = train(scenario, killer, folder)
+        has_store = scenario.rank_0_has_store and number == 0
+        store: Any = dist.TCPStore("127.0.0.1", port, None, has_store, timedelta(seconds=TIMEOUT_S), False)
+        rank, world_size = number, scenario.world_size
+        if number >= scenario.world_size:
+            block, rank = divmod(number - scenario.world_size, scenario.block)
+            address, world_size = f"127.0.0.1:{port}", scenario.block
+            store = dist.PrefixStore(f"block {block}", store)  # of a launcher of its own
+            scenario = dataclasses.replace(
+                scenario, ranks_per_node=min(scenario.ranks_per_node, scenario.block), **scenario.newcomer
+            )
+            while not (folder / f"joins-{scenario.joins[block]}").exists():
+                time.sleep(0.02)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        result: Any = train(scenario, killer, folder, address)
+    except SystemExit as error:
+        result = {"error": f"SystemExit {error.code}"}
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         atexit._run_exitfuncs()  # as at the end of a script
-    (folder / str(rank)).write_bytes(pickle.dumps(result))
+    (folder / str(number)).write_bytes(pickle.dumps(result))
     os._exit(0)
 
 
@@ -272,12 +342,13 @@ def run(scenario: Scenario, folder: Path) -> None:
         run_store(writer)
     port = int(os.read(reader, 16))
     if scenario.rank_0_has_store:
-        os.kill(store_pid, signal.SIGKILL)  # its port is free now
+        os.kill(store_pid, signal.SIGKILL)
+        os.waitpid(store_pid, 0)  # or its port may not be free yet
     pids = []
-    for rank in range(scenario.world_size):
+    for number in range(scenario.world_size + scenario.block * len(scenario.joins)):
         pid = os.fork()
         if not pid:
-            run_rank(scenario, rank, port, folder)
+            run_rank(scenario, number, port, folder)
         pids.append(pid)
     deadline_s = time.monotonic() + TIMEOUT_S
     waiting = set(pids)
@@ -285,7 +356,7 @@ def run(scenario: Scenario, folder: Path) -> None:
     while waiting - stopped and time.monotonic() < deadline_s:
         waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
         time.sleep(0.02)
-    for pid in (*waiting, store_pid):
+    for pid in (*waiting, *(() if scenario.rank_0_has_store else (store_pid,))):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -328,14 +399,16 @@ class Case:
     def references(self) -> list[Scenario]:
         """Jobs of as many ranks as were left, each of which starts from a checkpoint of the one before."""
         jobs, source = [], None
-        key = "-".join(map(str, (self.scenario.preset, self.scenario.num_micro_steps, self.scenario.has_buffers)))
+        job = dataclasses.replace(self.scenario, kills={}, joins=())
+        varied = (job.preset, job.num_micro_steps, job.has_buffers, job.optimizer, job.dtype, job.freezes)
+        key = "-".join(map(str, varied))
         phases = [(0, self.scenario.world_size), *self.before, (self.continues_at, len(self.survivors))]
         for (first, size), (last, _) in itertools.pairwise([*phases, (self.scenario.num_steps, 0)]):
             key = f"{key}-{size}x{first}"
             target = (f"{key}-to-{last}", last)
             per_node = min(self.scenario.ranks_per_node, size)
-            job = dataclasses.replace(self.scenario, kills={}, world_size=size, ranks_per_node=per_node)
-            jobs.append(dataclasses.replace(job, name=f"{key}..{last}", loads=source, saves=target))
+            size_of = {"world_size": size, "ranks_per_node": per_node}
+            jobs.append(dataclasses.replace(job, name=f"{key}..{last}", loads=source, saves=target, **size_of))
             source = target
         return jobs
 
@@ -345,9 +418,11 @@ def check_case(case: Case, results: dict[str, dict[int, Any]]) -> None:
     job, reference = results[case.scenario.name], results[case.references[-1].name]
     finished = [number for number, result in job.items() if "error" not in result]
     assert finished == list(case.survivors), {number: result.get("error") for number, result in job.items()}
-    for rank, number in enumerate(case.survivors):
-        result, expected = job[number], reference[rank]
-        assert result["rank"] == rank
+    ranks = [job[number]["rank"] for number in case.survivors]  # of newcomers: in the order in which they asked
+    assert sorted(ranks) == list(range(len(case.survivors)))
+    assert ranks == sorted(ranks) or case.scenario.joins
+    for number in case.survivors:
+        result, expected = job[number], reference[job[number]["rank"]]
         for step in range(case.continues_at, case.scenario.num_steps):
             assert result["losses"][step] == expected["losses"][step], (number, step)
             assert result["sizes"][step] == len(case.survivors)

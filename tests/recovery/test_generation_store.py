@@ -12,7 +12,8 @@ from mics_strategy.recovery.membership import GenerationStore
 
 
 def store_of(*, lacks_members: bool = False, timeout_s: float = 5.0) -> GenerationStore:
-    membership: Any = SimpleNamespace(generation=1, lacks_members=lacks_members, timeout=timedelta(seconds=timeout_s))
+    policy = SimpleNamespace(timeout=timedelta(seconds=timeout_s))
+    membership: Any = SimpleNamespace(generation=1, lacks_members=lacks_members, policy=policy)
     return GenerationStore(dist.HashStore(), membership)
 
 

@@ -13,7 +13,7 @@ TOKEN = "f" * 32
 @contextmanager
 def connected() -> Iterator[tuple[PeerSockets, PeerSockets]]:
     first, second = PeerSockets(0, None), PeerSockets(1, None)
-    addresses = [first.address, second.address]
+    addresses = {0: first.address, 1: second.address}
     first.connect(addresses, TOKEN)
     second.connect(addresses, TOKEN)
     until(lambda: first.num_known == 1 and second.num_known == 1, first, second)

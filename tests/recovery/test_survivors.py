@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mics_strategy import Codec, ConfigError, MiCSError, Recovery, ShardConfig, Topology, shard
-from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, shrink
+from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, resize
 from mics_strategy.scopes import Scopes, resolve_scopes
 from tests.ranks import RankContext, RankPool
 
@@ -48,7 +48,7 @@ def test_the_scopes_of_fewer_ranks_are_those_of_a_job_that_began_with_them(
     preset: str, before: int, after: int, per_node: int
 ) -> None:
     fewer = scopes_of(preset, after, min(per_node, after))
-    assert shrink(scopes_of(preset, before, per_node), after) == fewer
+    assert resize(scopes_of(preset, before, per_node), after, is_one_node=preset == "ddp") == fewer
 
 
 @pytest.mark.parametrize(
