@@ -98,11 +98,12 @@ def describe(sharded: Sharded, states: RankStates, block: int) -> dict[str, str]
     Raises:
         ConfigError: The states hold something that a newcomer cannot get.
     """
-    scopes = sharded.scopes
+    scopes, fields = sharded.scopes, sharded.config.describe()
+    del fields["topology"]  # of the whole job: of a block its ranks count, and those of a node
     described = {
         "version of mics_strategy": package_version(),
         "version of torch": str(torch.__version__),
-        **{f"`{name}`": text for name, text in sharded.config.describe().items()},
+        **{f"`{name}`": text for name, text in fields.items()},
         _BLOCK: str(block),
         "ranks of a node": str(min(block, scopes.ranks_per_node)),
         "scopes": scopes.phrase,

@@ -6,7 +6,6 @@ FOLDER/scenarios.json holds a list of `Scenario`; the results of the ranks that 
 import atexit
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pickle
@@ -57,10 +56,11 @@ class Scenario:
         joins: Step in which each block of newcomers asks to join; the job waits in it until they have. Their numbers
             follow those of the job.
         block: Ranks of each of these blocks.
-        newcomer: Fields of the scenario that the newcomers have instead.
+        newcomers: Fields of the scenario that each of these blocks has instead.
         optimizer: Name of it in torch.
         dtype: Name of the parameters' dtype in torch.
         freezes: Whether the first layer is frozen.
+        seeds_ranks: Whether each rank has other random numbers.
     """
 
     name: str
@@ -81,10 +81,11 @@ class Scenario:
     rank_0_has_store: bool = False
     joins: tuple[int, ...] = ()
     block: int = 2
-    newcomer: dict[str, Any] = field(default_factory=dict)
+    newcomers: tuple[dict[str, Any], ...] = ()
     optimizer: str = "AdamW"
     dtype: str = "float32"
     freezes: bool = False
+    seeds_ranks: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -196,7 +197,8 @@ def wait_for_newcomers(scenario: Scenario, recovery: Recovery, step: int, folder
     if count and dist.get_rank() == 0 and not (folder / f"joins-{step}").exists():
         (folder / f"joins-{step}").touch()
         deadline_s = time.monotonic() + TIMEOUT_S / 4
-        while len(recovery._membership.applications.waiting) < count and time.monotonic() < deadline_s:
+        num_before, applications = sum(join < step for join in scenario.joins), recovery._membership.applications
+        while sum(a.index >= num_before for a in applications.waiting) < count and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
 
@@ -226,8 +228,10 @@ def train(scenario: Scenario, killer: Killer, folder: Path, address: str | None 
         )
     optimizer.register_step_pre_hook(lambda *_: killer.strike("update"))
     model[3].register_forward_hook(lambda *_: killer.strike("forward"))
-    if scenario.profiles:
+    if scenario.profiles and address is None:
         sharded.profile(steps=100)
+    if scenario.seeds_ranks and address is None:
+        torch.manual_seed(dist.get_rank())
     if scenario.forks and not os.fork():
         time.sleep(CHILD_S)
         os._exit(0)
@@ -285,6 +289,7 @@ def train(scenario: Scenario, killer: Killer, folder: Path, address: str | None 
         "ends": ends,
         "learning_rate": scheduler.get_last_lr(),
         "steps_done": sharded.steps_done,
+        "bytes": dict(sharded.memory.bytes_by_purpose),
     }
 
 
@@ -310,8 +315,9 @@ def run_rank(scenario: Scenario, number: int, port: int, folder: Path) -> None:
             block, rank = divmod(number - scenario.world_size, scenario.block)
             address, world_size = f"127.0.0.1:{port}", scenario.block
             store = dist.PrefixStore(f"block {block}", store)  # of a launcher of its own
+            fields = scenario.newcomers[block] if scenario.newcomers else {}
             scenario = dataclasses.replace(
-                scenario, ranks_per_node=min(scenario.ranks_per_node, scenario.block), **scenario.newcomer
+                scenario, ranks_per_node=min(scenario.ranks_per_node, scenario.block), **fields
             )
             while not (folder / f"joins-{scenario.joins[block]}").exists():
                 time.sleep(0.02)
@@ -372,70 +378,14 @@ def run_all(scenarios: Iterable[Scenario], folder: Path) -> dict[str, dict[int, 
     """Run jobs in processes of their own. Returns the results of the ranks that ended, by scenario and rank."""
     names = {scenario.name: scenario for scenario in scenarios}
     (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in names.values()]))
-    subprocess.run([sys.executable, "-m", "tests.recovery.job", str(folder)], check=True)
+    command = [sys.executable, "-m", "tests.recovery.job", str(folder)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(output)
+    (folder / "output").write_text(output)
     return {
         name: {int(path.name): pickle.loads(path.read_bytes()) for path in sorted((folder / name).glob("[0-9]*"))}
         for name in names
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A job that loses ranks, and what must come of it.
-
-    Attributes:
-        scenario: The job.
-        survivors: Numbers of the ranks that train to the end.
-        continues_at: First step that the job runs with these ranks alone.
-        before: First step and size of the job for each loss before the last.
-    """
-
-    scenario: Scenario
-    survivors: tuple[int, ...]
-    continues_at: int
-    before: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def references(self) -> list[Scenario]:
-        """Jobs of as many ranks as were left, each of which starts from a checkpoint of the one before."""
-        jobs, source = [], None
-        job = dataclasses.replace(self.scenario, kills={}, joins=())
-        varied = (job.preset, job.num_micro_steps, job.has_buffers, job.optimizer, job.dtype, job.freezes)
-        key = "-".join(map(str, varied))
-        phases = [(0, self.scenario.world_size), *self.before, (self.continues_at, len(self.survivors))]
-        for (first, size), (last, _) in itertools.pairwise([*phases, (self.scenario.num_steps, 0)]):
-            key = f"{key}-{size}x{first}"
-            target = (f"{key}-to-{last}", last)
-            per_node = min(self.scenario.ranks_per_node, size)
-            size_of = {"world_size": size, "ranks_per_node": per_node}
-            jobs.append(dataclasses.replace(job, name=f"{key}..{last}", loads=source, saves=target, **size_of))
-            source = target
-        return jobs
-
-
-def check_case(case: Case, results: dict[str, dict[int, Any]]) -> None:
-    """Compare with a job that had these ranks from that step on: losses, weights and optimizer states, bitwise."""
-    job, reference = results[case.scenario.name], results[case.references[-1].name]
-    finished = [number for number, result in job.items() if "error" not in result]
-    assert finished == list(case.survivors), {number: result.get("error") for number, result in job.items()}
-    ranks = [job[number]["rank"] for number in case.survivors]  # of newcomers: in the order in which they asked
-    assert sorted(ranks) == list(range(len(case.survivors)))
-    assert ranks == sorted(ranks) or case.scenario.joins
-    for number in case.survivors:
-        result, expected = job[number], reference[job[number]["rank"]]
-        for step in range(case.continues_at, case.scenario.num_steps):
-            assert result["losses"][step] == expected["losses"][step], (number, step)
-            assert result["sizes"][step] == len(case.survivors)
-        assert result["steps_done"] == case.scenario.num_steps
-        assert result["learning_rate"] == expected["learning_rate"]
-        assert all(len(set(draws)) == 1 for draws in result["draws"].values()), "a repeated step draws other numbers"
-    weights, expected_weights = job[case.survivors[0]]["weights"], reference[0]["weights"]
-    assert weights.keys() == expected_weights.keys()
-    assert [name for name in weights if not torch.equal(weights[name], expected_weights[name])] == []
-    states, expected_states = job[case.survivors[0]]["states"]["state"], reference[0]["states"]["state"]
-    assert states.keys() == expected_states.keys()
-    for number, state in states.items():
-        assert all(torch.equal(state[key], expected_states[number][key]) for key in state), number
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.recovery.job import CHILD_S, Case, Scenario, check_case, run_all
+from tests.recovery.cases import Case, check_case
+from tests.recovery.job import CHILD_S, Scenario, run_all
 
 pytestmark = pytest.mark.interpreter
 LATE_S = 60.0

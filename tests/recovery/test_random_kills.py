@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.recovery.job import Case, Scenario, check_case, run_all
+from tests.recovery.cases import Case, check_case
+from tests.recovery.job import Scenario, run_all
 
 NUM_STEPS, STEP_S, LONGEST_S = 10, 0.03, 0.45
 SECOND_WITHIN_S = 0.25
