@@ -31,10 +31,10 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
 # Lines, which may only fall: from 40,605 and 19,612 to 40,567 and 19,566, before second hops that are delayed (730 and
-# 570), jobs that lose ranks (1,050 and 200) and a watch for slow ranks (136) were added.
+# 570), jobs that lose ranks (1,050 and 200), a watch for slow ranks (136) and jobs that ranks join (1,025 and 19).
 CEILINGS = {
-    ("mics_strategy",): 42_324,
-    ("mics_strategy/engine", "mics_strategy/comm"): 20_292,
+    ("mics_strategy",): 43_349,
+    ("mics_strategy/engine", "mics_strategy/comm"): 20_311,
 }
 # Files of the package that a page names for a task, and all their lines. A fresh reader (29 November 2026) opened 37
 # files for the step, 14 for the algorithm, 18 for the scope, 10 for the late gather and 13 for the simulated time.

@@ -42,6 +42,7 @@ from mics_strategy.recovery.states import RankStates, Sent, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
 
 _BARRIER_TAG = 1
+_MAX_FAILURES = 2  # to make process groups, while nobody is lost
 
 
 @dataclass(slots=True)
@@ -141,16 +142,20 @@ class Recovery:
 
     def _check(self, optimizers: list[Optimizer], lost_after_s: float, allows_one_copy: bool) -> None:
         _check(self._sharded, optimizers, lost_after_s, allows_one_copy)
-        self._states.encode()  # raises for what no newcomer could get
+        self._states.check_others()
 
     def _join(self, address: str, policy: LossPolicy) -> None:
         """Become a member of a running job, in front of one of its attempts."""
         admission = join_job(address, policy, describe(self._sharded, self._states, policy.block))
         self._membership = admission.membership
         self._agreement, self._is_one_node = admission.agreement, admission.terms.is_one_node
-        abandon_groups()
-        admission.terms.apply(self._sharded)
-        self._regroup(admission.generation)
+        try:
+            abandon_groups()
+            admission.terms.apply(self._sharded)
+            self._regroup(admission.generation)
+        except BaseException:
+            self._membership.close()  # the other ranks wait for this one while it seems to live
+            raise
         if self._membership.members.index(self._membership.number) % policy.block == 0:
             print(f"`Recovery`: this node has joined, in a job of {dist.get_world_size()} ranks now.", flush=True)
 
@@ -296,7 +301,7 @@ class Recovery:
         Returns:
             What newcomers have got; None where there are none.
         """
-        sent = None
+        sent, num_failures = None, 0
         while (agreement := self._agreement) is not None:
             self._agreement, self._is_growing = None, False
             self._check_stays(agreement)
@@ -310,7 +315,8 @@ class Recovery:
                     sent = self._bring_states(agreement)
             except RuntimeError:
                 generation = self._membership.generation
-                if not self._agree().lost:
+                num_failures += not self._agree().lost
+                if num_failures == _MAX_FAILURES:
                     raise
         return sent
 

@@ -55,7 +55,7 @@ class Terms:
     """
 
     is_one_node: bool
-    random: tuple[int, int]
+    random: Sequence[int]
     has_grad_codecs: bool
     thresholds: Sequence[tuple[str, Sequence[Mapping[str, Any]], int]]
 
@@ -232,9 +232,8 @@ def answer_to(store: Any, index: int) -> tuple[int, Terms] | None:
     answer = json.loads(store.get(_answer(index)))
     if "refused" in answer:
         raise ConfigError(
-            f"The running job does not let this node in, which has something else than it: {answer['refused']}. Start "
-            "the script of the running job, with the same versions and arguments, and as many ranks as its nodes or "
-            "partition groups have."
+            f"The running job does not let this node in ({answer['refused']}). Start the script of the running job, "
+            "with the same versions and arguments, and as many ranks as its nodes or partition groups have."
         )
     return answer["generation"], Terms(**answer["terms"])
 

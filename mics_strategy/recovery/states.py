@@ -74,6 +74,17 @@ class RankStates:
         self._optimizers = optimizers
         self._others = others
 
+    def check_others(self) -> None:
+        """Check that the user's own state can be sent.
+
+        Raises:
+            ConfigError: Something in it cannot.
+        """
+        encode(self._states_of_others(), "state")
+
+    def _states_of_others(self) -> dict[str, Any]:
+        return {name: other.state_dict() for name, other in self._others.items()}
+
     def encode(self) -> Encoded:
         """All states. The tensors share memory with them.
 
@@ -87,7 +98,7 @@ class RankStates:
             "buffers": dict(self._sharded.model.named_buffers()),
             "optimizers": [_optimizer_states(optimizer) for optimizer in self._optimizers],
             "steps_done": self._sharded.steps_done,
-            "others": {name: other.state_dict() for name, other in self._others.items()},
+            "others": self._states_of_others(),
         }
         return encode(value, "states")
 
@@ -179,7 +190,14 @@ class RankStates:
         length, random_state = torch.zeros(1, dtype=torch.int64), torch.get_rng_state()
         text = receive(torch.empty(int(receive(length)), dtype=torch.uint8))
         receive(random_state)
-        self._take_over(decode(bytes(text.numpy()).decode(), receive))
+        value = decode(bytes(text.numpy()).decode(), receive)
+        try:
+            self._take_over(value)
+        except Exception as error:  # of an object's `load_state_dict`: no failure of the job
+            raise ConfigError(
+                f"The states of the running job could not be loaded here: {type(error).__name__}: {error}. This node "
+                "leaves, and the job goes on. Start the script of the running job."
+            ) from error
         torch.set_rng_state(random_state)
 
     def _link_to(self, rank: int) -> tuple[GlooTransport, int]:

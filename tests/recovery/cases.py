@@ -37,7 +37,7 @@ class Case:
         for (first, size), (last, _) in itertools.pairwise([*phases, (self.scenario.num_steps, 0)]):
             key = f"{key}-{size}x{first}"
             target = (f"{key}-to-{last}", last)
-            per_node = min(self.scenario.ranks_per_node, size)
+            per_node = size if job.block < job.ranks_per_node else min(job.ranks_per_node, size)
             size_of = {"world_size": size, "ranks_per_node": per_node}
             jobs.append(dataclasses.replace(job, name=f"{key}..{last}", loads=source, saves=target, **size_of))
             source = target

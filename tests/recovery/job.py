@@ -61,6 +61,7 @@ class Scenario:
         dtype: Name of the parameters' dtype in torch.
         freezes: Whether the first layer is frozen.
         seeds_ranks: Whether each rank has other random numbers.
+        fails_to_load: Whether the state of the loop cannot be loaded.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Scenario:
     dtype: str = "float32"
     freezes: bool = False
     seeds_ranks: bool = False
+    fails_to_load: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -128,12 +130,12 @@ class Killer:
     def _is_due(self, point: str) -> bool:
         return self._kill is not None and (self.step, point) == tuple(self._kill)
 
-    def start_clock(self, folder: Path, rank: int) -> None:
+    def start_clock(self, folder: Path) -> None:
         """Die some seconds from now, if that is what shall be."""
         if self._kill is not None and self._kill[1] == "clock":
 
             def note_and_die() -> None:
-                (folder / f"killed-{rank}").write_text(str(time.time()))
+                (folder / f"killed-{os.getpid()}").write_text(str(time.time()))
                 die()
 
             threading.Timer(self._kill[0], note_and_die).start()
@@ -176,14 +178,17 @@ def dealt_batch(step: int, number: int) -> torch.Tensor:
 class Progress:
     """The step of a loop, as a script counts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails_to_load: bool) -> None:
         self.step = 0
         self.shape = (4, 6)
+        self._fails_to_load = fails_to_load
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "shape": self.shape}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._fails_to_load:
+            raise RuntimeError("of a script")
         self.step, self.shape = state["step"], state["shape"]
 
 
@@ -213,7 +218,9 @@ def train(scenario: Scenario, killer: Killer, folder: Path, address: str | None 
     sharded = shard(model, config, units=[nn.Linear])
     optimizer = make_optimizer(scenario.optimizer, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    progress, recovery = Progress(), None
+    progress, recovery = Progress(fails_to_load=scenario.fails_to_load), None
+    if address is not None:
+        killer.start_clock(folder)  # it may die while it joins
     if scenario.loads is not None:
         progress.step = scenario.loads[1]
         scheduler.load_state_dict(load_checkpoint(folder.parent / scenario.loads[0], sharded, [optimizer]))
@@ -236,7 +243,8 @@ def train(scenario: Scenario, killer: Killer, folder: Path, address: str | None 
         time.sleep(CHILD_S)
         os._exit(0)
     losses, repeated, seconds, draws, sizes, ends = {}, [], [], {}, {}, {}
-    killer.start_clock(folder, dist.get_rank())
+    if address is None:
+        killer.start_clock(folder)
     while progress.step < scenario.num_steps:
         step = progress.step
         while scenario.saves and scenario.saves[1] == step:

@@ -1,8 +1,12 @@
-"""The example of docs/recovery.md on two nodes of two ranks: ``python -m tests.recovery.page`` kills the second one."""
+"""The example of docs/recovery.md on two nodes of two ranks: ``python -m tests.recovery.page`` kills the second one.
+
+Then it starts the same script again, as a node that joins the others.
+"""
 
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -10,48 +14,81 @@ import torch.distributed  # before the fork
 
 import mics_strategy.api
 import mics_strategy.recovery.attempt  # noqa: F401
+from mics_strategy.recovery.joining import Applications
 from tests.recovery.job import run_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "recovery.md"
-DIES_BEFORE_STEP = 40
+DIES_BEFORE_STEP, WAITS_BEFORE_STEP = 40, 60
+WAITS_S = 60.0
 
 
-def run_rank(rank: int, port: int, code: str) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="4", GROUP_RANK=str(rank // 2), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
-    step = torch.optim.lr_scheduler.StepLR.step
+def patch_steps(rank: int) -> None:
+    """Let ranks die before one step, and the first one wait for newcomers before another."""
+    step, poll, is_asked = torch.optim.lr_scheduler.StepLR.step, Applications.poll, threading.Event()
 
     def step_or_die(scheduler: torch.optim.lr_scheduler.StepLR) -> None:
         if rank >= 2 and scheduler.last_epoch == DIES_BEFORE_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and scheduler.last_epoch == WAITS_BEFORE_STEP:
+            is_asked.wait(WAITS_S)
         step(scheduler)
 
+    def poll_and_note(applications: Applications) -> None:
+        poll(applications)
+        if applications.waiting:
+            is_asked.set()
+
     torch.optim.lr_scheduler.StepLR.step = step_or_die  # type: ignore[method-assign]
+    Applications.poll = poll_and_note  # type: ignore[method-assign]
+
+
+def run_rank(rank: int, world_size: int, port: int, code: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), GROUP_RANK=str(rank // 2))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
     exec(compile(code, str(PAGE), "exec"), {})
     os._exit(0)
+
+
+def start_store() -> tuple[int, int]:
+    """Fork a process with a store. Returns its id, and the port."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        run_store(writer)
+    return pid, int(os.read(reader, 16))
+
+
+def start_ranks(world_size: int, port: int, code: str, join: str | None) -> list[int]:
+    """Fork the ranks of a job. Returns their ids."""
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if not pid:
+            try:
+                if join is None:
+                    patch_steps(rank)
+                else:
+                    os.environ["JOIN"] = join
+                run_rank(rank, world_size, port, code)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    return pids
 
 
 def main() -> None:
     code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     torch.set_num_threads(1)
-    reader, writer = os.pipe()
-    store_pid = os.fork()
-    if not store_pid:
-        run_store(writer)
-    port = int(os.read(reader, 16))
-    pids = []
-    for rank in range(4):
-        pid = os.fork()
-        if not pid:
-            try:
-                run_rank(rank, port, code)
-            finally:
-                os._exit(1)
-        pids.append(pid)
-    print("exit codes", [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
-    os.kill(store_pid, signal.SIGKILL)
+    (store, port), (own_store, own_port) = start_store(), start_store()
+    pids = start_ranks(4, port, code, None)
+    codes = {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids[2:]}
+    pids += start_ranks(2, own_port, code, f"127.0.0.1:{port}")
+    codes |= {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids if pid not in codes}
+    print("exit codes", [codes[pid] for pid in pids], flush=True)
+    for pid in (store, own_store):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The global batch stays when ranks are lost: as one process that trains on all micro-batches, in fp64."""
+"""The global batch stays when ranks are lost and join: as one process that trains on all micro-batches, in fp64."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from mics_strategy.recovery.attempt import Attempt
 from tests.ranks import RankContext, RankPool
 from tests.recovery.job import Scenario, dealt_batch, make_model, run_all
 
-NUM_DEALT, NUM_STEPS = 6, 6
+NUM_DEALT, NUM_STEPS = 6, 8
 SCENARIO = Scenario(
     name="dealt",
     world_size=6,
     num_steps=NUM_STEPS,
     num_dealt=NUM_DEALT,
     kills={"2": (2, "hop"), "3": (2, "hop"), "5": (4, "update")},
+    joins=(5,),
 )
 
 
@@ -38,9 +39,9 @@ def one_process() -> dict[str, torch.Tensor]:
 
 @pytest.mark.interpreter
 def test_no_micro_batch_is_lost_or_counts_twice(tmp_path: Path) -> None:
-    """Six ranks, then four, which have one and a half micro-batches each, then two."""
+    """Six ranks, then four, which have one and a half micro-batches each, then two, then four again."""
     result = run_all([SCENARIO], tmp_path)["dealt"][0]
-    assert [result["sizes"][step] for step in range(NUM_STEPS)] == [6, 6, 4, 4, 4, 2]
+    assert [result["sizes"][step] for step in range(NUM_STEPS)] == [6, 6, 4, 4, 4, 2, 4, 4]
     expected = one_process()
     for name, weight in result["weights"].items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)

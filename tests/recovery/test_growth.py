@@ -66,6 +66,11 @@ DEATHS = [
         )
     ),
     Case(
+        scenario=Scenario(name="newcomer-cannot-load", joins=(2,), newcomers=({"fails_to_load": True},)),
+        survivors=(0, 1, 2, 3),
+        continues_at=0,
+    ),
+    Case(
         scenario=Scenario(name="member-dies-before", joins=(2,), kills=kills([2, 3], 3, "agreement")),
         survivors=(0, 1, 4, 5),
         continues_at=4,
@@ -191,6 +196,13 @@ def test_a_newcomer_of_a_job_that_ends_says_so_and_ends(
 @pytest.mark.parametrize("case", DEATHS, ids=[case.scenario.name for case in DEATHS])
 def test_a_death_in_a_joining_costs_a_recovery(case: Case, death_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, death_results)
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_cannot_load_says_why(death_results: dict[str, dict[int, Any]]) -> None:
+    for number in (4, 5):
+        error = death_results["newcomer-cannot-load"][number]["error"]
+        assert "The states of the running job could not be loaded here: RuntimeError: of a script" in error
 
 
 @pytest.mark.slow

@@ -1,14 +1,16 @@
 """Ranks and nodes die at random moments: ``python -m tests.recovery.test_random_kills 100`` prints a table.
 
 Three nodes of two ranks. A process kills itself by SIGKILL after some time, wherever its main thread is then; in some
-jobs a second node dies within the recovery of the first. Each job is compared, bitwise, with jobs that had as many
-ranks from those steps on.
+jobs a second node dies within the recovery of the first. With ``100 7 grow`` nodes come back, one or two at once; in
+some jobs a node dies while they join, one of theirs or another one. Each job is compared, bitwise, with jobs that had
+as many ranks from those steps on.
 """
 
 import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,15 @@ class Report:
     """Outcome of some random kills.
 
     Attributes:
-        seconds: From each last kill to the end of the next step, in ascending order.
+        seconds: From each last kill to the end of the next step, in ascending order; without jobs that grow.
+        joining_s: From the end of each last step without newcomers to that of the first one with them, ascending.
         num_late: Jobs that had ended before the kill.
         num_repeated: Jobs in which a step was run again.
         sizes: Ranks at the end of each job.
     """
 
     seconds: list[float]
+    joining_s: list[float]
     num_late: int
     num_repeated: int
     sizes: list[int]
@@ -54,10 +58,31 @@ def scenario_of(number: int, rng: random.Random) -> Scenario:
     )
 
 
+def growing_scenario_of(number: int, rng: random.Random) -> Scenario:
+    """One job of which a node dies, and one or two others join; of every second one a node dies meanwhile."""
+    nodes, asks_at = rng.sample(range(3), 2), rng.randrange(3, 7)
+    kills = {str(2 * nodes[0] + local): (rng.uniform(0.0, LONGEST_S), "clock") for local in rng.choice(((1,), (0, 1)))}
+    joins = (asks_at,) * rng.choice((1, 2))
+    point = rng.choice(("agreement", "regroup", "send", "settle", "forward", "hop", "barrier", "update"))
+    if number % 4 == 1:  # a node of the job, in front of the step of the joining or in it
+        kills |= {str(2 * nodes[1] + local): (asks_at + 1, point) for local in rng.choice(((0,), (0, 1)))}
+    elif number % 4 == 3:  # newcomers, while they wait or join or train
+        kills |= {str(6 + local): (rng.uniform(0.0, 1.5), "clock") for local in rng.choice(((0,), (0, 1)))}
+    return Scenario(
+        name=f"growing-{number}",
+        world_size=6,
+        num_steps=NUM_STEPS,
+        step_s=STEP_S,
+        kills=kills,
+        joins=joins,
+        lost_after_s=10.0,
+    )
+
+
 def case_of(scenario: Scenario, results: dict[int, Any]) -> Case | None:
     """What must have come of a job, by the steps in which its ranks became fewer; None where none did."""
     finished = {number: result for number, result in results.items() if "error" not in result}
-    sizes = next(iter(finished.values()))["sizes"]
+    sizes = finished[min(finished)]["sizes"]
     phases: list[tuple[int, int]] = []
     for step in range(NUM_STEPS):
         if sizes[step] != (phases[-1][1] if phases else scenario.world_size):
@@ -69,22 +94,28 @@ def case_of(scenario: Scenario, results: dict[int, Any]) -> Case | None:
     )
 
 
-def run_random(count: int, seed: int, folder: Path) -> Report:
+def run_random(
+    count: int, seed: int, folder: Path, make: Callable[[int, random.Random], Scenario] = scenario_of
+) -> Report:
     """Run jobs, compare each, and measure."""
     rng = random.Random(seed)
-    scenarios = [scenario_of(number, rng) for number in range(count)]
+    scenarios = [make(number, rng) for number in range(count)]
     results = run_all(scenarios, folder)
     cases = [case for scenario in scenarios if (case := case_of(scenario, results[scenario.name])) is not None]
     results |= run_all([reference for case in cases for reference in case.references], folder)
-    seconds = []
+    seconds, joining_s = [], []
     for case in cases:
         check_case(case, results)
+        ends, sizes = (results[case.scenario.name][case.survivors[0]][name] for name in ("ends", "sizes"))
+        joining_s += [ends[step] - ends[step - 1] for step in range(1, NUM_STEPS) if sizes[step] > sizes[step - 1]]
+        if case.scenario.joins:
+            continue
         killed = [float(path.read_text()) for path in (folder / case.scenario.name).glob("killed-*")]
-        ends = results[case.scenario.name][case.survivors[0]]["ends"]
         seconds.append(ends[case.continues_at] - max(killed))
     finished = [next(r for r in results[s.name].values() if "error" not in r) for s in scenarios]
     return Report(
         seconds=sorted(seconds),
+        joining_s=sorted(joining_s),
         num_late=count - len(cases),
         num_repeated=sum(bool(result["repeated"]) for result in finished),
         sizes=[result["sizes"][NUM_STEPS - 1] for result in finished],
@@ -98,11 +129,25 @@ def test_ranks_die_at_random(tmp_path: Path) -> None:
     assert {2, 4} <= {*report.sizes}
 
 
+@pytest.mark.slow
+def test_nodes_come_back_at_random(tmp_path: Path) -> None:
+    report = run_random(12, 1, tmp_path, growing_scenario_of)
+    assert len(report.joining_s) >= 6
+    assert max(report.sizes) >= 6
+
+
 if __name__ == "__main__":
+    make = growing_scenario_of if sys.argv[3:] == ["grow"] else scenario_of
     with tempfile.TemporaryDirectory() as folder:
-        report = run_random(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, Path(folder))
+        report = run_random(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, Path(folder), make)
     counts = {size: report.sizes.count(size) for size in sorted({*report.sizes})}
-    print(f"{len(report.seconds)} jobs lost ranks, {report.num_late} had ended before; ranks left: {counts}")
+    num_jobs = len(report.sizes)
+    print(f"{num_jobs - report.num_late} of {num_jobs} jobs lost or got ranks; ranks at the end: {counts}")
     print(f"{report.num_repeated} ran a step again; all equal their references, bitwise")
-    median_s, worst_s = statistics.median(report.seconds), report.seconds[-1]
-    print(f"from the last kill to the end of the next step: median {median_s:.3f} s, worst {worst_s:.3f} s")
+    times = {
+        "from the last kill to the end of the next step": report.seconds,
+        "from a step to the end of the next one, in front of which ranks joined": report.joining_s,
+    }
+    for name, seconds in times.items():
+        if seconds:
+            print(f"{name}: {len(seconds)} times, median {statistics.median(seconds):.3f} s, worst {seconds[-1]:.3f} s")
