@@ -79,6 +79,16 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "outer-30-diloco": {**_ISLANDS, "outer_every": 30, "outer_momentum": 0.9},  # the rates of its paper
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "outer-30-warm": {**_ISLANDS, "outer_every": 30},
+    "outer-30-warm-delay": {**_ISLANDS, "outer_every": 30, "outer_delay": 5},
+    "outer-30-warm-fragments": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3},
+    "outer-30-warm-both": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3, "outer_delay": 5},
+    "outer-30-warm-both-int4": {
+        **_ISLANDS,
+        "outer_every": 30,
+        "outer_fragments": 3,
+        "outer_delay": 5,
+        "outer_codec": "int4",
+    },
     "outer-30-warm-int4": {**_ISLANDS, "outer_every": 30, "outer_codec": "int4"},
     "delayed": {**_ISLANDS, "second_hop": "delayed"},  # every second step updates
     "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
@@ -92,7 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
         "grad_codec": Codec(bits=4, block_size=_WHOLE),
     },
 }
-_WARM = ("outer-30-warm", "outer-30-warm-int4")  # the first fifth of the steps is synchronous: without `outer_` fields
+_WARM = "outer-30-warm"  # begins names of variants whose first fifth is synchronous: without `outer_` fields
 DEFAULT_VARIANTS = ("other-order", "int8-int4", "int8-int4-half", "non-blocked")
 
 
@@ -234,7 +244,7 @@ def _configs(variant: str, steps: int) -> dict[int, ShardConfig]:
     topology = Topology(ranks_per_node=_RANKS_PER_NODE)
     fields = {"topology": topology, "codec_links": "all", "training_steps": steps, **VARIANTS[variant]}
     config = ShardConfig.preset("zeropp-hpz", **fields)
-    if variant not in _WARM:
+    if not variant.startswith(_WARM):
         return {0: config}
     synchronous = {name: value for name, value in fields.items() if not name.startswith("outer_")}
     return {0: ShardConfig.preset("zeropp-hpz", **synchronous), steps // 5: config}

@@ -154,6 +154,7 @@ def _checked(
         torch.cuda.set_device(target)  # streams, contexts and new tensors belong there; so do objects that NCCL gathers
     guards.check_model(model, target)
     modules = find_units(model, units)
+    resolved.outer_round.check(sum(module.is_trained for module in modules))
     device_of_rank = rank_device(resolved, target, model)
     arguments = {
         **resolved.describe(),

@@ -28,7 +28,7 @@ from mics_strategy.config_checks import (
     check_scope,
 )
 from mics_strategy.errors import ConfigError, nearest
-from mics_strategy.islands import check_outer
+from mics_strategy.islands import OUTER_NUMBERS, Round, check_outer
 from mics_strategy.topology import Switches, Topology, topology_of
 
 _CHOSEN_TOGETHER = ("params", "grads", "optimizer")
@@ -158,6 +158,12 @@ class ShardConfig:
             This changes the algorithm of the training. Every scope must fit into an island.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step, 0 to 1.
+        outer_fragments: Fragments of the units, each of which takes its outer step behind another step, evenly spread
+            over `outer_every` of them. Each sends its part of the bytes. 1: all units together.
+        outer_delay: Optimizer steps for which the result of an outer step may be in flight while they compute, fewer
+            than `outer_every`. 0: the islands wait for it.
+        outer_alpha: Share of its own parameters that an island keeps when the result of a delayed outer step comes, 0
+            to 1; the rest is that of the outer step. 0 drops what it has done meanwhile.
         outer_codec: Codec of what outer steps send, with the values of `weight_codec`: ``"int4"`` sends an eighth. All
             islands step on the same decoded values.
 
@@ -197,6 +203,9 @@ class ShardConfig:
     outer_every: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.5
+    outer_fragments: int = 1
+    outer_delay: int = 0
+    outer_alpha: float = 0.5
     outer_codec: str | Codec | Mapping[str, Any] = "none"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
@@ -245,7 +254,7 @@ class ShardConfig:
         until = self.grad_codec_until
         if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0.0 <= until <= 1.0:
             raise ConfigError(f"`grad_codec_until={until!r}` is not a share of the training. Use 0.0 to 1.0.")
-        check_outer(self.outer_every, {name: getattr(self, name) for name in ("outer_lr", "outer_momentum")})
+        check_outer(self.outer_round, {name: getattr(self, name) for name in OUTER_NUMBERS})
         self._check_beside_outer()
         self._check_delayed()
 
@@ -350,6 +359,11 @@ class ShardConfig:
         """The codec of one of `CODEC_FIELDS`; None for ``"none"``."""
         value = getattr(self, name)
         return None if value == "none" else Codec.of(value)
+
+    @property
+    def outer_round(self) -> Round:
+        """When the parts of the model take outer steps."""
+        return Round(every=self.outer_every, fragments=self.outer_fragments, delay=self.outer_delay)
 
     @property
     def is_auto(self) -> bool:

@@ -102,6 +102,7 @@ def estimate_memory(
     topology = Topology(ranks_per_node=ranks_per_node, nodes_per_switch=nodes_per_switch)
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules = find_units(model, units)
+    config.outer_round.check(sum(module.is_trained for module in modules))
     rules = BucketRules.of(scopes, is_stream_ordered=True)
     specs = make_bucket_specs(modules, config, rules)
     if config.coalesce is True:

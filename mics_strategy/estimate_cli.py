@@ -64,6 +64,7 @@ _FIELDS = {  # options of the command by field of `ShardConfig`
     "codec_links": "codec_links",
     "prefetch": "prefetch",
     "outer_every": "outer_every",
+    "outer_delay": "outer_delay",
     "second_hop": "second_hop",
     "param_dtype": "param_dtype",
     "reduce_dtype": "reduce_dtype",
@@ -93,6 +94,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec-links", default=None, help="slow or all; default: slow")
     parser.add_argument("--prefetch", type=int, default=None, help="units gathered ahead; default: 1")
     parser.add_argument("--outer-every", type=int, default=None, help="steps of a node between outer steps; default: 0")
+    parser.add_argument(
+        "--outer-delay", type=int, default=None, help="steps that an outer step is in flight; default: 0"
+    )
     parser.add_argument("--second-hop", default=None, help="boundary, micro_step or delayed; default: boundary")
     parser.add_argument("--param-dtype", choices=_DTYPES, default=None, help="dtype of the computation")
     parser.add_argument("--reduce-dtype", choices=_DTYPES, default=None, help="dtype of gradients on the wire")

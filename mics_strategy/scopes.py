@@ -45,7 +45,8 @@ REDUCTIONS = tuple(role for role in ROLES if role not in GATHERS)  # of gradient
 STREAMS = {  # roles by the stream, or queue, of their collectives
     "gather": GATHERS,
     "reduce": ("grad_reduce_scatter",),
-    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce", "outer_all_reduce"),
+    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
+    "outer": ("outer_all_reduce",),  # in flight for several steps, which must not wait behind it
 }
 STREAM_OF = {role: stream for stream, roles in STREAMS.items() for role in roles}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mics_strategy.config import ShardConfig
+from mics_strategy.islands import Round
 from mics_strategy.scopes import Scopes
 
 
@@ -27,8 +28,8 @@ class ShardingReport:
         num_micro_steps: Micro-steps of the step that `sent_bytes` are of.
         sent_bytes: Bytes that this rank sends in one optimizer step, by mesh axis.
         added_bytes: Bytes that each further micro-step adds to them.
-        outer_every: Optimizer steps of each island between two outer steps; 0 for none.
-        outer_bytes: Bytes that this rank sends in an outer step.
+        outer_round: When islands take outer steps.
+        outer_bytes: Bytes that this rank sends in the outer step of each fragment.
         is_delayed: Whether second hops are delayed.
     """
 
@@ -43,8 +44,8 @@ class ShardingReport:
     num_micro_steps: int
     sent_bytes: Mapping[str, int]
     added_bytes: Mapping[str, int]
-    outer_every: int = 0
-    outer_bytes: int = 0
+    outer_round: Round
+    outer_bytes: Sequence[int]
     is_delayed: bool = False
 
     def __str__(self) -> str:
@@ -67,17 +68,26 @@ class ShardingReport:
         count = self.num_micro_steps  # 1 before the first step, however many the loop will run
         sent = f"A rank sends in a step of {count} micro-step{'s' * (count != 1)}: {_by_axis(self.sent_bytes)}"
         lines.append(f"{sent}; a further micro-step adds {_by_axis(self.added_bytes)}.")
-        if self.outer_every:
-            lines.append(
-                f"{scopes.num_islands} islands of {scopes.world_size} ranks step alone; every {self.outer_every} steps "
-                f"an outer step sends {_size(self.outer_bytes)}. This is not the algorithm of synchronous training."
-            )
+        if self.outer_round.every:
+            lines.append(self._outer_line())
         if self.is_delayed:
             lines.append(
                 "Second hops are delayed: of two calls of `step` the second updates, with the gradients of both. This "
                 "is not the algorithm of synchronous training."
             )
         return "\n".join(lines)
+
+    def _outer_line(self) -> str:
+        steps, scopes = self.outer_round, self.scopes
+        text = f"every {steps.every} steps an outer step sends {_size(sum(self.outer_bytes))}"
+        if steps.fragments > 1:
+            text += f", at most {_size(max(self.outer_bytes))} at a time, in {steps.fragments} fragments"
+        if steps.delay:
+            text += f", and ends {steps.delay} step{'s' * (steps.delay > 1)} later"
+        return (
+            f"{scopes.num_islands} islands of {scopes.world_size} ranks step alone; {text}. This is not the algorithm "
+            "of synchronous training."
+        )
 
 
 def requested(config: ShardConfig) -> str:

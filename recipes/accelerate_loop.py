@@ -158,7 +158,7 @@ class AccelerateLoop:
             self._finish_delayed()
 
     def _finish_delayed(self) -> None:
-        """Let the gradients that delayed second hops have left make a last step."""
+        """Finish outer steps; let the gradients that delayed second hops have left make a last step."""
         if self.ranks.sharded is not None and finish_delayed(self.ranks.sharded):
             self.ranks.sharded.clip_grad_norm_(self.recipe.optimizer.clip_norm)
             self.optimizer.optimizer.step()  # past the loss scale of the Accelerator's

@@ -31,7 +31,7 @@ OPTIONS = {
     "estimate": [
         *("model", "--nodes", "--ranks-per-node", "--nodes-per-switch", "--preset", "--partition-size", "--params"),
         *("--grads", "--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
-        "--outer-every",
+        *("--outer-every", "--outer-delay"),
         "--second-hop",
         *(
             "--param-dtype",

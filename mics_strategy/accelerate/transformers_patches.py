@@ -56,7 +56,7 @@ def patch_trainers(sharded_of_model: HandleLookup) -> None:
 
 
 def _to_the_end(stock: Callable[..., Any], sharded_of_model: HandleLookup) -> Callable[..., Any]:
-    """A `train` in which the gradients that delayed second hops have left make a last step."""
+    """A `train` that finishes outer steps, and in which gradients left by delayed second hops make a last step."""
 
     @functools.wraps(stock)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:

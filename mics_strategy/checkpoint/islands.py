@@ -1,11 +1,12 @@
 """Islands in a checkpoint (see `mics_strategy.islands`).
 
 The first island's state has the plain names. That of island k is under ``island_<k>``, with the same names. The outer
-state, which is equal on all, has the names of its parameters under ``outer.anchor`` and ``outer.momentum``. Random
-states have the number of their rank, as without islands. A checkpoint without optimizers holds the first island alone.
+state, which is equal on all, has the names of its parameters under ``outer.anchor`` and ``outer.momentum``, and under
+``outer.sum`` where an outer step is in flight: saving waits for its sum. Random states have the number of their rank,
+as without islands. A checkpoint without optimizers holds the first island alone.
 
-As many islands load what each of them has saved. Others load the first island's, and only if an outer step came just
-before: then the parameters are those of all islands.
+As many islands load what each of them has saved. Others load the first island's, and only where the parameters are
+those of all islands: behind an outer step of all of them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mics_strategy.checkpoint.manifest import FORMAT, Manifest
+from mics_strategy.checkpoint.manifest import IN_FLIGHT_FORMAT, ISLANDS_FORMAT, Manifest
 from mics_strategy.checkpoint.random_states import RNG_KEY
 from mics_strategy.checkpoint.state import MODEL, LocalState, ReplicaId, names_of
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
+from mics_strategy.outer.state import OuterBucket
 from mics_strategy.outer.target import OuterTarget, outer_of
 
-_OUTER, _ANCHOR, _MOMENTUM = "outer", "anchor", "momentum"
+_OUTER, _ANCHOR, _MOMENTUM, _SUM = "outer", "anchor", "momentum", "sum"
 
 
 def add_islands(local: LocalState, sharded: Sharded, *, has_optimizers: bool) -> None:
@@ -48,8 +50,9 @@ def add_islands(local: LocalState, sharded: Sharded, *, has_optimizers: bool) ->
     _check_complete(local, sharded, outer)
     if number == 0:
         outer.fill()
-        local.values[_OUTER] = _outer_state(sharded, outer)
-        local.scalars.update(f"{_OUTER}.{key}.{name}" for key, name in _scalars(outer))
+        local.values[_OUTER] = state = _outer_state(outer)
+        scalars = [(kind, name) for kind, of_kind in state.items() for name, v in of_kind.items() if v.dim() == 0]
+        local.scalars.update(f"{_OUTER}.{kind}.{name}" for kind, name in scalars)
         return
     key = f"island_{number}"
     own = {name: values for name, values in local.values.items() if name != RNG_KEY}
@@ -70,26 +73,32 @@ def _check_complete(local: LocalState, sharded: Sharded, outer: OuterTarget) -> 
     if missing and outer.num_in_round:
         raise CheckpointError(
             f"Nothing was saved: optimizers are saved without `{missing[0]}`, {outer.num_in_round} steps after an "
-            "outer step, when it differs between islands. Save it in the same checkpoint, or save after a step whose "
-            f"number is a multiple of {sharded.config.outer_every} (`outer_every`)."
+            f"outer step, when it differs between islands. Save it in the same checkpoint, or save {outer.when_equal}."
         )
 
 
-def _outer_state(sharded: Sharded, outer: OuterTarget) -> dict[str, Any]:
-    """Views of the outer state, as tensors that are sharded like their parameters."""
-    state: dict[str, dict[str, Any]] = {_ANCHOR: {}, _MOMENTUM: {}}
+def _outer_state(outer: OuterTarget) -> dict[str, dict[str, Any]]:
+    """Views of the outer state by kind and name, as tensors that are sharded like their parameters.
+
+    Waits for what is in flight.
+    """
+    state: dict[str, dict[str, Any]] = {_ANCHOR: {}, _MOMENTUM: {}, _SUM: {}}
     for bucket in outer.buckets:
-        index = bucket.bucket.placement.index
-        slices = zip(bucket.bucket.layout.param_slices, bucket.bucket.sharded_params, strict=True)
-        for param_slice, parameter in slices:
-            for key, values in ((_ANCHOR, bucket.anchor), (_MOMENTUM, bucket.momentum)):
-                state[key][param_slice.name] = parameter.like_self(param_slice.view_in(values, index))
-    return state
+        kinds = {_ANCHOR: bucket.anchor, _MOMENTUM: bucket.momentum}
+        if bucket.is_in_flight:
+            bucket.wait()
+            kinds[_SUM] = bucket.difference
+        index, slices = bucket.bucket.placement.index, bucket.bucket.layout.param_slices
+        for param_slice, parameter in zip(slices, bucket.bucket.sharded_params, strict=True):
+            for kind, values in kinds.items():
+                state[kind][param_slice.name] = parameter.like_self(param_slice.view_in(values, index))
+    return {kind: of_kind for kind, of_kind in state.items() if of_kind}
 
 
-def _scalars(outer: OuterTarget) -> list[tuple[str, str]]:
-    parameters = [parameter for bucket in outer.buckets for parameter in bucket.bucket.sharded_params]
-    return [(key, p.mics_name) for p in parameters if p.dim() == 0 for key in (_ANCHOR, _MOMENTUM)]
+def _names(bucket: OuterBucket, kind: str, entries: Container[str]) -> list[str]:
+    """Parameters of a bucket for which a checkpoint has a kind of outer state."""
+    names = (param_slice.name for param_slice in bucket.bucket.layout.param_slices)
+    return [name for name in names if f"{_OUTER}.{kind}.{name}" in entries]
 
 
 def with_islands(manifest: Manifest, sharded: Sharded) -> Manifest:
@@ -97,9 +106,11 @@ def with_islands(manifest: Manifest, sharded: Sharded) -> Manifest:
     outer = outer_of(sharded)
     if outer is None:
         return manifest
-    steps, is_between = outer.num_in_round, outer.num_in_round > 0
-    number = FORMAT if is_between else manifest.format  # others would load the first island's alone
-    return dataclasses.replace(manifest, islands=sharded.scopes.num_islands, steps_in_round=steps, format=number)
+    number = manifest.format
+    if outer.num_in_round:  # others would load the first island's alone, or leave out what is in flight
+        number = IN_FLIGHT_FORMAT if any(bucket.is_in_flight for bucket in outer.buckets) else ISLANDS_FORMAT
+    islands = sharded.scopes.num_islands
+    return dataclasses.replace(manifest, islands=islands, steps_in_round=outer.num_in_round, format=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +151,45 @@ def saved_island(entries: Mapping[str, Any], manifest: Manifest | None, sharded:
     return SavedIsland({**own, **shared}, prefix.removesuffix("."))
 
 
-def check_islands(manifest: Manifest | None, sharded: Sharded) -> None:
+def check_islands(manifest: Manifest | None, sharded: Sharded, entries: Container[str]) -> None:
     """Check that this job can continue what as many islands have saved. Equal on all ranks.
 
+    Args:
+        manifest: Manifest; None for a checkpoint of another library.
+        sharded: Model that loads it.
+        entries: Names in the checkpoint.
+
     Raises:
-        CheckpointError: The job has another number of islands, and the saved ones differ.
+        CheckpointError: The job has another number of islands, and the saved ones differ; or it cannot continue the
+            outer steps in flight.
     """
-    if manifest is None or not manifest.steps_in_round or manifest.islands == sharded.scopes.num_islands:
+    if manifest is None or not manifest.steps_in_round:
+        return
+    if manifest.islands == sharded.scopes.num_islands:
+        _check_in_flight(sharded, entries)
         return
     count = sharded.scopes.num_islands
     job = "this job synchronizes gradients in every step" if count == 1 else f"this job has {count} islands"
     raise CheckpointError(
         f"The checkpoint was saved {manifest.steps_in_round} steps after an outer step, when the parameters of its "
         f"{manifest.islands} islands differed, and {job}. Load it on {manifest.islands} islands (`outer_every`) and "
-        "save after an outer step, load one that was saved there, or load the weights alone, which are the first "
-        "island's."
+        "save after an outer step (with a delay or fragments, behind `finish_delayed`), load one that was saved there, "
+        "or load the weights alone, which are the first island's."
     )
+
+
+def _check_in_flight(sharded: Sharded, entries: Container[str]) -> None:
+    outer = outer_of(sharded)
+    for bucket in () if outer is None else outer.buckets:
+        sums, known = _names(bucket, _SUM, entries), _names(bucket, _ANCHOR, entries)
+        if sums and (sums != known or not sharded.config.outer_delay):
+            problem = "`outer_delay=0` has no memory for them"
+            if sums != known:
+                problem = f"of unit `{bucket.bucket.spec.name}` they have `{sums[0]}` and not all other parameters"
+            raise CheckpointError(
+                f"The checkpoint was saved with outer steps in flight, and {problem}. Load it with the `outer_delay` "
+                "and the units of the job that saved it, or call `finish_delayed(sharded)` there before saving."
+            )
 
 
 def check_same_step(sharded: Sharded) -> None:
@@ -200,9 +234,10 @@ def load_outer(
         outer.restart()
         return
     outer.fill()
+    steps = manifest.steps_in_round
+    outer.resume(steps, {bucket for bucket in outer.buckets if steps and _names(bucket, _SUM, entries)})
     state = {
-        key: {name: values for name, values in of_key.items() if f"{_OUTER}.{key}.{name}" in entries}
-        for key, of_key in _outer_state(sharded, outer).items()
+        kind: {name: values for name, values in of_kind.items() if f"{_OUTER}.{kind}.{name}" in entries}
+        for kind, of_kind in _outer_state(outer).items()
     }
     read({_OUTER: state})
-    outer.resume(manifest.steps_in_round)

@@ -82,7 +82,7 @@ class OpenCheckpoint:
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if optimizers:
-            run_on_all_ranks(lambda: check_islands(self._manifest, sharded))
+            run_on_all_ranks(lambda: check_islands(self._manifest, sharded, self._metadata.state_dict_metadata))
         island = self._island(sharded) if optimizers else SavedIsland(self._metadata.state_dict_metadata)
         classes = () if self._manifest is None else self._manifest.optimizer_classes
         contents = CheckpointContents(island.entries, classes)

@@ -18,7 +18,8 @@ from typing import Any
 from mics_strategy.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 3  # increased when older versions of the package cannot read the files: 3 has islands that differ
+ISLANDS_FORMAT, IN_FLIGHT_FORMAT = 3, 4  # of islands that differ; with outer steps in flight
+FORMAT = IN_FLIGHT_FORMAT  # increased when older versions of the package cannot read the files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,9 +60,10 @@ _ONLY_MEMBERS_MAKE_GROUPS = torch.__version__ >= "2.14"
 class CommResources:
     """Makes the communicators of one sharded model, and closes what they use.
 
-    All-gathers of parameters, reduce-scatters of gradients in a backward, and the second hop of gradients have their
-    own groups and queues, so that none waits for another. The models of one process share groups over the same ranks:
-    those of one role, and elsewhere than on gloo those of one stream. There control messages use the default group.
+    All-gathers of parameters, reduce-scatters of gradients in a backward, the second hop of gradients and outer steps
+    have their own groups and queues, so that none waits for another. The models of one process share groups over the
+    same ranks: those of one role, and elsewhere than on gloo those of one stream. There control messages use the
+    default group.
 
     Args:
         world_size: Ranks of the job.

@@ -224,10 +224,11 @@ def can_reduce_in_place(bucket: BucketSpec) -> bool:
     return bucket.trainable and bucket.param_dtype == bucket.wire_dtype
 
 
-def outer_pieces(bucket: BucketSpec) -> dict[str, Piece]:
+def outer_pieces(bucket: BucketSpec, *, is_delayed: bool) -> dict[str, Piece]:
     """The state of outer steps of a trainable bucket, by purpose; see `outer.state`."""
     numel, master, wide = bucket.layout.shard_numel, bucket.master_dtype, bucket.sum_dtype
-    dtypes = (master, wide) if master == wide else (master, wide, wide)  # differences in the masters' own memory
+    is_in_masters = master == wide and not is_delayed  # the differences, in memory that nothing reads meanwhile
+    dtypes = (master, wide) if is_in_masters else (master, wide, wide)
     return {purpose: (numel, dtype) for purpose, dtype in zip(OUTER_STATE, dtypes, strict=False)}
 
 

@@ -257,7 +257,9 @@ class Sharded:
         """How the model is sharded, what memory that takes and what a step sends: ``print(sharded.report())``."""
         config, parameters = self.config, self.internals.parameters
         plan = self._plan_of(self._target.last_step.num_backwards)
-        longer, with_outer = self._plan_of(plan.num_micro_steps + 1), self._plan_of(plan.num_micro_steps, True)
+        longer = self._plan_of(plan.num_micro_steps + 1)
+        fragments = config.outer_round.deal([unit.index for unit in self._units if unit.trainable_buckets]).values()
+        with_outer = [self._plan_of(plan.num_micro_steps, tuple(units)) for units in fragments]
         sent = {axis: plan.sent_bytes(axis) for axis in dict.fromkeys(each.axis for each in plan.collectives)}
         return ShardingReport(
             requested=requested(config),
@@ -271,8 +273,8 @@ class Sharded:
             num_micro_steps=plan.num_micro_steps,
             sent_bytes=sent,
             added_bytes={axis: longer.sent_bytes(axis) - num_bytes for axis, num_bytes in sent.items()},
-            outer_every=config.outer_every,
-            outer_bytes=with_outer.sent_bytes() - plan.sent_bytes(),
+            outer_round=config.outer_round,
+            outer_bytes=[each.sent_bytes() - plan.sent_bytes() for each in with_outer],
             is_delayed=config.second_hop == "delayed",
         )
 
@@ -283,12 +285,12 @@ class Sharded:
         Before the first step it is a plan for one micro-step. Every micro-step is planned to run the same units in the
         order of the first training pass, with the gradients that are required now. One that leaves units out, runs
         others than its peers, is interrupted, or comes before a change of `requires_grad` sends something else.
-        It has an outer step where the last step had one.
+        It has an outer step of what the last step has started one of.
         """
         last = self._target.last_step
-        return self._plan_of(last.num_backwards, last.has_outer_step)
+        return self._plan_of(last.num_backwards, last.outer_units)
 
-    def _plan_of(self, num_micro_steps: int, has_outer_step: bool = False) -> Plan:
+    def _plan_of(self, num_micro_steps: int, outer_units: tuple[int, ...] = ()) -> Plan:
         order = self._engine.order
         in_order = tuple(range(len(self._units)))
         step_order = StepOrder(
@@ -297,7 +299,7 @@ class Sharded:
             num_micro_steps=num_micro_steps,
             repeated=self._target.last_step.repeated,
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
-            has_outer_step=has_outer_step,
+            outer_units=outer_units,
         )
         owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
         owned = tuple(

@@ -139,8 +139,9 @@ class MemoryPlan:
         scopes = self._scopes
         sizes = {purpose: self._sum(partial(self._piece_bytes, purpose)) for purpose in ARENAS}
         if scopes.num_islands > 1:
+            outer = partial(outer_pieces, is_delayed=self._config.outer_delay > 0)
             for purpose in OUTER_STATE:
-                sizes[purpose] = self._sum(partial(_bytes_of, outer_pieces, purpose), of_trainable=True)
+                sizes[purpose] = self._sum(partial(_bytes_of, outer, purpose), of_trainable=True)
         if self._config.second_hop == "delayed":
             pieces = partial(delayed_pieces, scopes=scopes)
             for purpose in DELAYED_STATE:

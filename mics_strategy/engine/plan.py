@@ -91,7 +91,7 @@ class StepOrder:
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         repeated: Second hops that others followed, and their small all-reduces.
-        has_outer_step: Whether an outer step follows.
+        outer_units: Units of which an outer step starts behind it.
     """
 
     forward: tuple[int, ...]
@@ -99,7 +99,7 @@ class StepOrder:
     num_micro_steps: int
     second_hop_every_backward: bool = False
     repeated: RepeatedHops = NONE_REPEATED
-    has_outer_step: bool = False
+    outer_units: tuple[int, ...] = ()
 
 
 class PlannedCollective(NamedTuple):
@@ -204,8 +204,7 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
     if not shape.second_hop_every_backward:
         planner.second_hop(shape.backward)
     planner.update(owned)
-    if shape.has_outer_step:
-        planner.outer_step()
+    planner.outer_step(shape.outer_units)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
 
@@ -361,9 +360,9 @@ class _Planner:
                 stage = StageTraffic(ALL_TO_ALL, span.name, span.size, bucket.dtype, *num_bytes)
                 self._add(OWNERS, [stage], bucket.name, "update")
 
-    def outer_step(self) -> None:
-        """The all-reduces of an outer step: of the master shards of all trainable buckets."""
-        for unit in self.units:
+    def outer_step(self, units: Iterable[int]) -> None:
+        """The all-reduces of an outer step: of the master shards of all trainable buckets of some units."""
+        for unit in (self.units[index] for index in units):
             for bucket in unit.trainable:
                 numel, dtype = bucket.layout.shard_numel, bucket.sum_dtype
                 route = self._route(_OUTER, numel * dtype.itemsize)

@@ -63,6 +63,11 @@ class UnitSpec:
     parameters: list[ParamRef] = field(default_factory=list)
     inner: list[nn.Module] = field(default_factory=list)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return any(entry.parameter.requires_grad for entry in self.parameters)
+
 
 def find_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     """The units of `model` in module order, root first, with their parameters.

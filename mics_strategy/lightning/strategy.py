@@ -297,11 +297,12 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
     @override
     def on_train_end(self) -> None:
-        """Let the gradients that delayed second hops have left make a last step."""
+        """Finish outer steps; let the gradients that delayed second hops have left make a last step."""
         super().on_train_end()
         module, trainer = self._module, self._trainer
         is_between = self.sharded.internals.pending_micro_steps > 0  # the fit was stopped in an accumulation
-        if module.automatic_optimization and not is_between and finish_delayed(self.sharded):
+        is_ours = module.automatic_optimization or self.config.outer_every > 0  # gradients are clipped as it says
+        if is_ours and not is_between and finish_delayed(self.sharded):
             (optimizer,) = self.optimizers
             module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             optimizer.step()

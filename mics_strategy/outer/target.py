@@ -2,12 +2,19 @@
 
 The ranks of an island synchronize gradients as a job of their own. Rounds are counted in steps of the optimizer. All
 islands count equally: a `GradScaler` skips a step on all ranks of the job or on none (see `engine.grad_scaler`).
+
+    step of a round         ... 10     11     12     13     14     15 ...
+    one fragment                start  |----- in flight ----|  end
+    compute                            step   step   step      step
+
+Each bucket starts and ends its outer steps by itself; a fragment is no more than the buckets that start behind the same
+step. So a checkpoint may be continued with other fragments and delays.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from mics_strategy.comm.placement import digest
-from mics_strategy.comm.work import Work
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.grad_scaler import JOB_MESH
 from mics_strategy.engine.handle import Sharded
@@ -25,8 +31,9 @@ from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.step import Engine
+from mics_strategy.engine.streams import OpStream
 from mics_strategy.errors import LifecycleError
-from mics_strategy.outer.state import OuterSGD, make_outer_buckets
+from mics_strategy.outer.state import OuterBucket, OuterSGD, make_outer_buckets
 
 
 class OptimizersOfStep:
@@ -83,16 +90,17 @@ class OuterTarget(OptimizerTarget):
 
     Attributes:
         buckets: Outer state of the trainable buckets.
-        num_in_round: Optimizer steps since the last outer step.
+        num_in_round: Optimizer steps of the present round; 0 where the islands' parameters are equal.
     """
 
     def __init__(self, engine: Engine, context: BuildContext, sharded_params: WeakIdKeyDictionary) -> None:
         super().__init__(engine, context, sharded_params)
-        config = context.config
-        self.buckets = make_outer_buckets(engine.units, context.memory, context.device)
+        config, scopes = context.config, context.groups.scopes
+        self._round = config.outer_round
+        self.buckets = make_outer_buckets(engine.units, self._round, context.memory, context.device)
         self.num_in_round = 0
-        self._every = config.outer_every
-        self._sgd = OuterSGD(lr=config.outer_lr, momentum=config.outer_momentum)
+        self._stream = OpStream(context.device, encodes_ahead=scopes.is_quantized("outer_all_reduce"))
+        self._sgd = OuterSGD(lr=config.outer_lr, momentum=config.outer_momentum, alpha=config.outer_alpha)
         self._broadcasts_buffers = config.broadcast_buffers
         self._optimizers = OptimizersOfStep([p for outer in self.buckets for p in outer.bucket.sharded_params])
         self._has_anchor = False  # taken before the first step, after whatever is loaded
@@ -142,11 +150,32 @@ class OuterTarget(OptimizerTarget):
 
     @override
     def restart(self) -> None:
+        for outer in self.buckets:
+            outer.drop()
         self._has_anchor, self._is_late, self.num_in_round = False, False, 0
 
-    def resume(self, num_in_round: int) -> None:
-        """Continue a round: the outer state was loaded."""
-        self._has_anchor, self._is_late, self.num_in_round = True, False, num_in_round
+    def resume(self, num_in_round: int, in_flight: Set[OuterBucket]) -> None:
+        """Continue a round: the outer state is being loaded.
+
+        Args:
+            num_in_round: Steps of the round. One that was longer ends behind the next step.
+            in_flight: Buckets whose outer steps have started, and whose sums are going to be loaded.
+        """
+        every = self._round.every
+        is_inside = num_in_round < every or (num_in_round == every and self._round.is_streaming)
+        self.num_in_round = num_in_round if is_inside else every - 1
+        self._has_anchor, self._is_late = True, False
+        for outer in self.buckets:
+            outer.drop()
+            if outer in in_flight:
+                outer.resume((self.num_in_round - outer.starts_behind) % every)
+
+    @property
+    def when_equal(self) -> str:
+        """When the islands' parameters are equal, for errors."""
+        if self._round.is_streaming:
+            return "behind `finish_delayed(sharded)`"
+        return f"after a step whose number is a multiple of {self._round.every} (`outer_every`)"
 
     def check_load(self, missing: Sequence[str]) -> None:
         """Raise if a part of the parameters is loaded while the others differ between islands.
@@ -157,8 +186,7 @@ class OuterTarget(OptimizerTarget):
         if self.num_in_round and missing:
             raise LifecycleError(
                 f"A state dict without `{missing[0]}` was loaded {self.num_in_round} steps after an outer step, when "
-                f"the islands' parameters differ. Load it after a step whose number is a multiple of {self._every} "
-                "(`outer_every`), or load all parameters."
+                f"the islands' parameters differ. Load it {self.when_equal}, or load all parameters."
             )
 
     @override
@@ -166,43 +194,85 @@ class OuterTarget(OptimizerTarget):
         stepped = list(parameters)
         if self.engine.reducer.window.num_backwards:
             self._optimizers.begin_step(is_late=self._is_late)
-            self.num_in_round += 1
-        is_last, is_round_over = self._optimizers.take(stepped), self.num_in_round >= self._every  # a loaded one: more
-        is_due, self._is_late = is_last and is_round_over, is_round_over and not is_last
-        if is_due:
-            self._outer_step()
+            self.num_in_round = self.num_in_round % self._round.every + 1
+            for outer in self.buckets:
+                outer.age += 1
+        is_last = self._optimizers.take(stepped)
+        ending = [outer for outer in self.buckets if outer.is_in_flight and outer.age >= self._round.delay]
+        starting = [outer for outer in self.buckets if outer.starts_behind == self.num_in_round and outer.age > 0]
+        self._is_late = not is_last and bool(ending or starting)
+        if is_last:
+            self._outer_steps(ending, starting)
         super().post_step(stepped, exchanges)
-        if is_due:
-            self.last_step = dataclasses.replace(self.last_step, has_outer_step=True)
+        if is_last and starting:
+            units = tuple(dict.fromkeys(outer.unit for outer in starting))
+            self.last_step = dataclasses.replace(self.last_step, outer_units=units)
 
-    def _outer_step(self) -> None:
-        """Average over islands, and step. Collective over all ranks; see `outer.state`."""
+    def _outer_steps(self, ending: list[OuterBucket], starting: list[OuterBucket]) -> None:
+        """End and start outer steps behind an optimizer step. Collective over all ranks; see `outer.state`."""
+        _check_trained(starting)
+        self._finish(ending)
+        self._finish(outer for outer in starting if outer.is_in_flight)  # loaded, from another round
+        self._start(starting)
+        if not self._round.delay:
+            self._finish(starting)
+        if self.num_in_round == self._round.every:
+            if self._broadcasts_buffers:
+                self._buffers.synchronize_islands()
+            if not self._round.is_streaming:
+                self.num_in_round = 0
+
+    def _start(self, buckets: Iterable[OuterBucket]) -> None:
         comm = self._groups.island.outer_comm
         if comm is None:
             raise LifecycleError("There is one island only. This is a defect of the engine. Please report it.")
-        self._check_trained()
         with torch.no_grad():
-            works: list[Work] = []
-            for outer in self.buckets:
-                works.append(outer.start(comm))
-                if not comm.transports[0].blocks_host:  # one after the other, in one workspace, on the stream
-                    works[-1].wait()
-            for outer, work in zip(self.buckets, works, strict=True):
-                work.wait()
+            for outer in buckets:
+                outer.start(comm, self._stream)
+
+    def _finish(self, buckets: Iterable[OuterBucket]) -> None:
+        with torch.no_grad():
+            for outer in buckets:
                 outer.finish(self._sgd, self._groups.scopes.num_islands)
+
+    @override
+    def finish_delayed(self) -> bool:
+        """End outer steps in flight; let what has stepped since take one more. See the function of this name."""
+        if not self._round.is_streaming or not self.num_in_round:
+            return False
+        self.check_no_gradients()
+        steps = self._groups.agree_on(self.num_in_round, "finish_delayed (call it on every rank)")
+        if len({*steps}) > 1:
+            raise LifecycleError(
+                f"`finish_delayed()` was called {steps[0]} steps into a round on rank 0, and after other numbers on "
+                f"other ranks: {steps}. Call it on all ranks behind the same step."
+            )
+        self.engine.settle_params()
+        in_flight = [outer for outer in self.buckets if outer.is_in_flight]
+        is_equal = {outer for outer in in_flight if not outer.age}  # behind their ends
+        self._finish(in_flight)
+        last = [outer for outer in self.buckets if outer not in is_equal]
+        _check_trained(last)
+        self._start(last)
+        self._finish(last)
         if self._broadcasts_buffers:
             self._buffers.synchronize_islands()
         self.num_in_round = 0
+        self.engine.global_order.restart()
+        for unit in self.engine.units:
+            unit.reshard_if_changed()
+        return False
 
-    def _check_trained(self) -> None:
-        """Raise for a parameter that was frozen later: momentum would still move it."""
-        for outer in self.buckets:
-            for sharded in outer.bucket.sharded_params:
-                if not sharded.requires_grad:
-                    raise LifecycleError(
-                        f"`{sharded.mics_name}` was frozen after `shard()`, and the momentum of the outer step would "
-                        "still move it. Freeze it before `shard()`, or use outer_every=0."
-                    )
+
+def _check_trained(buckets: Iterable[OuterBucket]) -> None:
+    """Raise for a parameter that was frozen later: momentum would still move it."""
+    for outer in buckets:
+        for sharded in outer.bucket.sharded_params:
+            if not sharded.requires_grad:
+                raise LifecycleError(
+                    f"`{sharded.mics_name}` was frozen after `shard()`, and the momentum of the outer step would "
+                    "still move it. Freeze it before `shard()`, or use outer_every=0."
+                )
 
 
 def outer_of(sharded: Sharded) -> OuterTarget | None:

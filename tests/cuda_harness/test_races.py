@@ -90,9 +90,14 @@ def test_a_second_hop_takes_a_buffer_that_the_one_before_has_sent(preset: str, c
 
 @pytest.mark.parametrize("preset", ["mics", "ddp", "paro-nii"])
 @pytest.mark.parametrize("fields", [{}, {"outer_codec": "int8", "param_dtype": "bfloat16"}], ids=["plain", "int8"])
-def test_an_outer_step_is_ordered(preset: str, fields: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [{"outer_every": 1}, {"outer_every": 2, "outer_delay": 1}, {"outer_every": 2, "outer_fragments": 2}],
+    ids=["each", "delay", "fragments"],
+)
+def test_an_outer_step_is_ordered(preset: str, steps: dict[str, int], fields: dict[str, str]) -> None:
     """It writes the masters, which all-gathers and casts of other streams read."""
-    assert run(config_of(preset, outer_every=1, **fields), declared).races == []
+    assert run(config_of(preset, **steps, **fields), declared).races == []
 
 
 @pytest.mark.wide(every=2)

@@ -46,7 +46,7 @@ def allocate(
         add_sharded_parameters(built, modules, context)
         build_engine(built, plan, context)
         if config.outer_every:
-            make_outer_buckets(built, memory, context.device)
+            make_outer_buckets(built, config.outer_round, memory, context.device)
         unit_plans = [unit_plan_of(unit, slot) for unit, slot in zip(built, plan.slots, strict=True)]
         return memory.bytes_by_purpose, groups.resources.num_groups, tuple(unit_plans)
 

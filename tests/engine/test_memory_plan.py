@@ -58,6 +58,8 @@ def configuration(draw: random.Random) -> ShardConfig:
             "partition_size": draw.choice((2, 4, 8)),
             "outer_every": (outer := draw.choice((0, 0, 5))),
             "outer_codec": draw.choice(("none", "int8")) if outer else "none",
+            "outer_delay": draw.choice((0, 2)) if outer else 0,
+            "outer_fragments": draw.choice((1, 2)) if outer else 1,
         }
         preset = draw.choice(ShardConfig.PRESETS)
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+UNITS = ("scale", "first.", "middle.0.", "middle.1.", "middle.2.", "last.")  # parameters of each begin with its name
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
@@ -40,6 +41,10 @@ class Rounds:
     clip: float | None = None
     skipped: tuple[int, ...] = ()
     leaves_out: bool = False
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.5
+    finishes: bool = False
 
     def layer_left_out(self, step: int) -> int:
         """A layer that no rank runs in the last step of a round; -1 for none."""
@@ -48,7 +53,8 @@ class Rounds:
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of a `ShardConfig`."""
-        return {"outer_every": self.every, "outer_lr": self.lr, "outer_momentum": self.momentum}
+        fields = {"outer_every": self.every, "outer_lr": self.lr, "outer_momentum": self.momentum}
+        return {**fields, "outer_fragments": self.fragments, "outer_delay": self.delay, "outer_alpha": self.alpha}
 
 
 class Net(nn.Module):
@@ -85,13 +91,64 @@ def loss_of(model: nn.Module, inputs: Tensor, accumulation: int) -> Tensor:
     return (model(inputs) - inputs.flip(-1)).pow(2).mean() / accumulation
 
 
+class Fragment:
+    """Every so many layers of all islands, with an outer optimizer of their own."""
+
+    def __init__(self, rounds: Rounds, number: int, anchor: nn.Module, models: list[nn.Module]) -> None:
+        self.rounds = rounds
+        self.start = (number + 1) * rounds.every // rounds.fragments % rounds.every
+        names = [
+            name
+            for index, unit in enumerate(UNITS)
+            for name, parameter in anchor.named_parameters()
+            if index % rounds.fragments == number and name.startswith(unit) and parameter.requires_grad
+        ]
+        self.anchor = [anchor.get_parameter(name) for name in names]
+        self.copies = [[model.get_parameter(name) for model in models] for name in names]
+        self.outer = SGD(self.anchor, lr=rounds.lr, momentum=rounds.momentum, nesterov=rounds.momentum > 0)
+        self.started = 0
+        self.sent: list[Tensor] = []
+
+    def after_step(self, step: int) -> None:
+        if self.sent and step - self.started == self.rounds.delay:
+            self.receive(step)
+        if step % self.rounds.every == self.start:
+            self.send(step)
+            if not self.rounds.delay:
+                self.receive(step)
+
+    def send(self, step: int) -> None:
+        pairs = zip(self.anchor, self.copies, strict=True)
+        self.sent = [sum(old - value for value in new).detach() / len(new) for old, new in pairs]
+        self.started = step
+
+    def receive(self, step: int) -> None:
+        for old, mean in zip(self.anchor, self.sent, strict=True):
+            old.grad = mean
+        self.outer.step()
+        kept = self.rounds.alpha if step > self.started else 0.0
+        with torch.no_grad():
+            for old, new in zip(self.anchor, self.copies, strict=True):
+                for value in new:
+                    value.copy_(kept * value + (1 - kept) * old)
+        self.sent = []
+
+    def finish(self, step: int) -> None:
+        is_new = bool(self.sent) and self.started == step
+        if self.sent:
+            self.receive(step)
+        if not is_new:
+            self.send(step)
+            self.receive(step)
+
+
 def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, Tensor]]]:
-    """Parameters of each island, [step][island], after the outer step where there is one."""
+    """Parameters of each island, [step][island], after the outer step where there is one; at last those of the end."""
     anchor = Net()
     models = [deepcopy(anchor) for _ in islands]
     inner = [optimizers_of(rounds.optimizer, model) for model in models]
-    outer = SGD(_trained(anchor), lr=rounds.lr, momentum=rounds.momentum, nesterov=rounds.momentum > 0)
-    history = []
+    fragments = [Fragment(rounds, number, anchor, models) for number in range(rounds.fragments)]
+    history, num_steps = [], 0
     for step in range(rounds.steps):
         is_skipped = step in rounds.skipped
         for model, optimizers, ranks in zip(models, inner, islands, strict=True):
@@ -104,9 +161,13 @@ def train_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str, T
             for optimizer in optimizers if not is_skipped else ():
                 optimizer.step()
             model.zero_grad()
-        num_steps = sum(earlier not in rounds.skipped for earlier in range(step + 1))
-        if not is_skipped and num_steps % rounds.every == 0:
-            _outer_step(anchor, models, outer)
+        num_steps += not is_skipped
+        for fragment in fragments if not is_skipped else ():
+            fragment.after_step(num_steps)
+        history.append([_values(model) for model in models])
+    if rounds.finishes:
+        for fragment in fragments:
+            fragment.finish(num_steps)
         history.append([_values(model) for model in models])
     return history
 
@@ -130,16 +191,6 @@ def average_islands(rounds: Rounds, islands: list[range]) -> list[list[dict[str,
                     parameter.copy_(mean)
         history.append([_values(model) for model in models])
     return history
-
-
-def _outer_step(anchor: nn.Module, models: list[nn.Module], outer: Optimizer) -> None:
-    with torch.no_grad():
-        for old, *new in zip(_trained(anchor), *map(_trained, models), strict=True):
-            old.grad = sum(old - value for value in new) / len(new)
-        outer.step()
-        for old, *new in zip(_trained(anchor), *map(_trained, models), strict=True):
-            for value in new:
-                value.copy_(old)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -8,11 +8,11 @@ from mics_strategy import ShardConfig, Topology, shard
 from tests.ranks import RankContext, RankPool
 
 
-def means(ctx: RankContext, preset: str, evaluated: bool) -> list[float]:
+def means(ctx: RankContext, preset: str, evaluated: bool, delay: int = 0) -> list[float]:
     """The running mean of this rank, as evaluated or as it is after each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), outer_every=2)
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), outer_every=2, outer_delay=delay)
     sharded = shard(model, config, units=[nn.Linear])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = []
@@ -38,9 +38,12 @@ def test_buffers_are_an_islands_in_a_round_and_rank_0s_after_an_outer_step(ranks
     assert [one == other for one, other in zip(first, third, strict=True)] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("preset", ["mics", "ddp"])
-def test_an_outer_step_broadcasts_buffers_without_an_evaluation(ranks: RankPool, preset: str) -> None:
-    found = ranks(4, means, preset, False)
+def test_the_last_step_of_a_round_broadcasts_buffers_without_an_evaluation(
+    ranks: RankPool, preset: str, delay: int
+) -> None:
+    found = ranks(4, means, preset, False, delay)
     assert len({of_rank[1] for of_rank in found}) == 1
     assert found[0][2] != found[2][2]
 

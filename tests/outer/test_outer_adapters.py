@@ -29,6 +29,34 @@ def groups_of(found: list[dict[str, Tensor]]) -> list[int]:
     return [row.index(True) for row in same]
 
 
+class ManualRegression(Regression):
+    """Steps in its own loop."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def fit_to_the_end(ctx: RankContext, steps: int, manual: bool) -> dict[str, Tensor]:
+    """Parameters behind a training in fragments, which nothing has finished but the Trainer."""
+    strategy = mics("mics", outer_every=3, outer_fragments=2, outer_delay=1)
+    fitting = trainer(ctx, strategy, max_epochs=steps)
+    fitting.fit(ManualRegression() if manual else Regression("adamw"), loader(8))
+    return whole(fitting)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_trainer_leaves_one_model(ranks: RankPool, steps: int, manual: bool) -> None:
+    assert groups_of(run(ranks, 4, fit_to_the_end, steps, manual, ranks_per_node=2)) == [0, 0, 0, 0]
+
+
 def fit(ctx: RankContext, steps: int, folder: str, **options: Any) -> dict[str, Tensor]:
     """`steps` epochs of one optimizer step, from the checkpoint in the folder, or saved there if there is none."""
     strategy = mics("mics", outer_every=EVERY, state_dict_type="sharded")

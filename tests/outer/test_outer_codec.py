@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mics_strategy import Codec, ConfigError, ShardConfig, shard
+from mics_strategy import Codec, ConfigError, ShardConfig, Sharded, shard
 from tests.engine.training import distance, wholes
 from tests.outer.plain import Net, Rounds, batch, loss_of, optimizers_of, train_islands
 from tests.outer.test_outer_steps import LAYOUTS, check, config_of, train
@@ -17,10 +17,12 @@ BOUND = {"int8": 0.02, "int4": 0.3}  # of the norm; a uniform error of half a st
 Found = list[tuple[dict[str, Tensor], list[Any]]]
 
 
-def train_in_fp32(ctx: RankContext, config: ShardConfig) -> Found:
-    """Parameters after each step, those of the beginning first, and the step's traffic."""
+def train_in_fp32(ctx: RankContext, config: ShardConfig, handles: list[Sharded] | None = None) -> Found:
+    """Parameters after each step, those of the beginning first, and the step's traffic; also the handle if asked."""
     model = Net().float()
     sharded = shard(model, config, units=[nn.Linear])
+    if handles is not None:
+        handles.append(sharded)
     (optimizer,) = optimizers_of(ROUNDS.optimizer, model)
     found: Found = [(wholes(dict(model.named_parameters())), [])]
     for step in range(ROUNDS.steps):

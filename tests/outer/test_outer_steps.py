@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mics_strategy import ShardConfig, Sharded, Topology, shard
+from mics_strategy import ShardConfig, Sharded, Topology, finish_delayed, shard
 from tests.engine.training import wholes
 from tests.outer.plain import (
     Net,
@@ -60,6 +60,9 @@ def train(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> list[tuple[d
     for step in range(rounds.steps):
         run_step(ctx, rounds, trained, step)
         found.append((wholes(dict(trained[0].named_parameters())), [*trained[1].traffic()]))
+    if rounds.finishes:
+        assert not finish_delayed(trained[1])  # no gradients wait
+        found.append((wholes(dict(trained[0].named_parameters())), []))
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mics_strategy import Codec, ConfigError, MiCSError, ShardConfig, Topology, shard
+from mics_strategy import Codec, ConfigError, MiCSError, ShardConfig, Topology, finish_delayed, shard
 from tests.outer.plain import Net, Rounds, batch, loss_of
 from tests.outer.test_outer_steps import config_of, run_step, start
 from tests.ranks import RankContext, RankPool
@@ -23,6 +23,17 @@ NODES = Topology(ranks_per_node=2)
         ({"outer_every": 3, "outer_lr": float("inf")}, "`outer_lr=inf` is not"),
         ({"outer_every": 3, "outer_momentum": 1.0}, "`outer_momentum=1.0` is not a number from 0 to below 1"),
         ({"outer_lr": 0.5}, "`outer_lr=0.5` counts for outer steps, and `outer_every=0` takes none"),
+        ({"outer_fragments": 2}, "`outer_fragments=2` counts for outer steps, and `outer_every=0` takes none"),
+        ({"outer_delay": 2}, "`outer_delay=2` counts for outer steps, and `outer_every=0` takes none"),
+        ({"outer_alpha": 0.2}, "`outer_alpha=0.2` counts for outer steps, and `outer_every=0` takes none"),
+        ({"outer_every": 3, "outer_fragments": 0}, "`outer_fragments=0` is not a number. Use 1 or more"),
+        ({"outer_every": 3, "outer_fragments": True}, "`outer_fragments=True` is not a number"),
+        ({"outer_every": 3, "outer_fragments": 4}, "`outer_fragments=4` are more than the 3 steps of a round"),
+        ({"outer_every": 3, "outer_delay": -1}, "`outer_delay=-1` is not a number. Use 0 or more"),
+        ({"outer_every": 3, "outer_delay": 3}, "`outer_delay=3` ends an outer step when the next one has started"),
+        ({"outer_every": 3, "outer_delay": 1, "outer_alpha": 1.0}, "`outer_alpha=1.0` is not a number from 0 to below"),
+        ({"outer_every": 3, "outer_alpha": 0.2}, "`outer_alpha=0.2` counts for outer steps that are delayed"),
+        ({"outer_every": 3, "outer_delay": 1, "second_hop": "delayed"}, "`outer_every=3` lets nodes step alone"),
         ({"outer_every": 3, "preset": "auto"}, "`params='auto'` chooses scopes"),
         ({"outer_every": 3, "grad_codec": Codec(bits=8, feedback=True)}, "`grad_codec` has feedback"),
         ({"outer_every": 3, "weight_codec": Codec(bits=8, differences=True)}, "`weight_codec` encodes differences"),
@@ -50,6 +61,11 @@ def sharded_with(ctx: RankContext, name: str, fields: dict[str, Any]) -> str:
         ("mics", {"partition_size": 4}, "`params` is sharded over 4 ranks"),
         ("mics", {"topology": Topology(ranks_per_node=4)}, "all 4 ranks of this job are on one node"),
         ("mics", {"grad_codec": "int8"}, "`grad_codec='int8'` has nothing to encode"),
+        (
+            "mics",
+            {"outer_every": 9, "outer_fragments": 7},
+            "of which 6 have trained parameters. Use 6 fragments or fewer",
+        ),
     ],
 )
 def test_a_job_is_refused_on_every_rank(ranks: RankPool, name: str, fields: dict[str, Any], words: str) -> None:
@@ -104,6 +120,58 @@ def refused_in_training(ctx: RankContext, what: str) -> str:
 )
 def test_a_loop_is_refused_on_every_rank(ranks: RankPool, what: str, words: str) -> None:
     assert all(words in message for message in ranks(4, refused_in_training, what))
+
+
+def refused_in_flight(ctx: RankContext, what: str) -> str:
+    """What a rank raises."""
+    rounds = Rounds(every=3, steps=3, fragments=2, delay=1)
+    trained = model, sharded, _ = start(config_of("mics", rounds, 2), rounds)
+    run_step(ctx, rounds, trained, 0)
+    try:
+        if what == "gradients":
+            loss_of(model, batch(0, 0, ctx.rank), 1).backward()
+            finish_delayed(sharded)
+        elif what == "frozen":
+            model.scale.requires_grad_(False)
+            for step in range(1, 5):
+                run_step(ctx, rounds, trained, step)
+        elif what == "one less":
+            torch.optim.SGD([model.scale], lr=0.1).step()
+            for step in range(1, 5):
+                run_step(ctx, rounds, trained, step)
+    except MiCSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("gradients", "LifecycleError: `finish_delayed()` was called between a backward and its optimizer step"),
+        ("frozen", "`scale` was frozen after `shard()`"),
+        ("one less", "1 optimizers stepped behind one backward, and 2 before"),
+    ],
+)
+def test_a_streaming_loop_is_refused_on_every_rank(ranks: RankPool, what: str, words: str) -> None:
+    assert [message for message in ranks(4, refused_in_flight, what) if words not in message] == []
+
+
+def test_the_end_of_a_training_is_behind_the_same_step(ranks: RankPool) -> None:
+    """The islands step alone until their first fragment is due."""
+    found = ranks(4, finish_apart)
+    assert all("was called 1 steps into a round on rank 0, and after other numbers on other ranks" in m for m in found)
+
+
+def finish_apart(ctx: RankContext) -> str:
+    rounds = Rounds(every=5, steps=3, delay=1)
+    trained = _, sharded, _ = start(config_of("mics", rounds, 2), rounds)
+    for step in range(1 + ctx.rank // 2):
+        run_step(ctx, rounds, trained, step)
+    try:
+        finish_delayed(sharded)
+    except MiCSError as error:
+        return str(error)
+    return ""
 
 
 def loads_between(ctx: RankContext) -> list[float]:

@@ -129,10 +129,13 @@ def test_frozen_parameters_have_no_gradients_and_no_states(config: ShardConfig) 
     check_engine(model, config, expected)
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 8), (torch.bfloat16, 2 + 4 + 4)])
+@pytest.mark.parametrize(
+    ("dtype", "delay", "num_bytes"),
+    [(torch.float32, 0, 8), (torch.float32, 5, 12), (torch.bfloat16, 0, 2 + 4 + 4), (torch.bfloat16, 5, 2 + 4 + 4)],
+)
 @pytest.mark.parametrize("changes", [{}, {"optimizer": 4, "params": 4, "grads": 4}, {"params": "replicate"}])
-def test_outer_state_is_counted(dtype: torch.dtype, num_bytes: int, changes: dict[str, Any]) -> None:
-    config = OUTER.replace(**changes)
+def test_outer_state_is_counted(dtype: torch.dtype, delay: int, num_bytes: int, changes: dict[str, Any]) -> None:
+    config = OUTER.replace(outer_delay=delay, **changes)
     expected = estimate_memory(build(MODELS["gpt2"], dtype), config, num_nodes=4, ranks_per_node=8)
     outer = {name: count for name, count in expected.bytes_by_purpose.items() if name.startswith("outer")}
     assert abs(sum(outer.values()) - num_bytes * expected.num_trained) < 10_000  # arenas begin at whole lines

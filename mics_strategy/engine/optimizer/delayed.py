@@ -191,13 +191,9 @@ class DelayedTarget(OptimizerTarget):
         self.hops.restart()
         self._holds_tentative = False
 
-    def expose_last(self) -> bool:
-        """See `finish_delayed`."""
-        if self.engine.reducer.is_dirty:
-            raise LifecycleError(
-                "`finish_delayed()` was called between a backward and its optimizer step. Call it behind the last step "
-                "of the training."
-            )
+    @override
+    def finish_delayed(self) -> bool:
+        self.check_no_gradients()
         self.show_committed()
         if not self.hops.has_pending:
             return False
@@ -215,19 +211,25 @@ def delayed_of(sharded: Sharded) -> DelayedTarget | None:
 
 
 def finish_delayed(sharded: Sharded) -> bool:
-    """Expose gradients that no committed step has used, behind the last step of a training. Collective.
+    """Finish what is delayed, behind the last step of a training. Collective. The Trainers do so.
 
-    With ``second_hop="delayed"`` those of the last one or two windows are left, without a loss scale. Clip them, call
-    `step` of the optimizer (not a scaler's) and `zero_grad`. The Trainers of Lightning and transformers do so.
+    With ``second_hop="delayed"`` gradients of the last one or two windows are left, which no committed step has used:
+    they are exposed, without a loss scale. Clip them, call `step` of the optimizer (not a scaler's) and `zero_grad`.
+
+    With `outer_delay` or `outer_fragments` outer steps in flight end now, and all parameters that have stepped since
+    take one more, without a delay: then they are equal on all islands. Nothing is left to call. In the middle of a
+    training this is a change of it, as a shorter round is.
 
     Args:
-        sharded: Model, with any `second_hop`.
+        sharded: Model, with any configuration.
 
     Returns:
-        Whether there are any.
+        Whether gradients wait for their step.
 
     Raises:
-        LifecycleError: Gradients of a backward wait for their step.
+        LifecycleError: Gradients of a backward wait for their step, or islands call it behind different steps.
+
+    Cost:
+        With outer steps, at most one of the whole model is sent.
     """
-    target = delayed_of(sharded)
-    return target is not None and target.expose_last()
+    return sharded.internals.target.finish_delayed()

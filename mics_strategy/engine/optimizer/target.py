@@ -31,13 +31,13 @@ class LastStep:
         num_backwards: Backwards of the step.
         repeated: Second hops that others followed.
         issued: Collectives of the step, with their counts.
-        has_outer_step: Whether an outer step followed.
+        outer_units: Units of which an outer step started behind it, by index.
     """
 
     num_backwards: int
     repeated: RepeatedHops
     issued: Counter[StageTraffic]
-    has_outer_step: bool = False
+    outer_units: tuple[int, ...] = ()
 
 
 class OptimizerTarget:
@@ -132,6 +132,18 @@ class OptimizerTarget:
 
     def restart(self) -> None:
         """Parameters were loaded, the same on all ranks: forget what depends on those of before."""
+
+    def finish_delayed(self) -> bool:
+        """Finish what is delayed; see the function of this name. Returns whether gradients wait for a step."""
+        return False
+
+    def check_no_gradients(self) -> None:
+        """Raise if gradients of a backward wait for their step."""
+        if self.engine.reducer.is_dirty:
+            raise LifecycleError(
+                "`finish_delayed()` was called between a backward and its optimizer step. Call it behind the last step "
+                "of the training."
+            )
 
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         """Record that an optimizer has changed its parameters.
