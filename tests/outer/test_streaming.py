@@ -1,5 +1,6 @@
 """Outer steps in fragments and with a delay: do islands compute what plain torch computes in one process?"""
 
+import itertools
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mics_strategy import Codec, CommunicationError, ShardConfig, finish_delayed
 from mics_strategy.outer.target import outer_of
+from mics_strategy.timeline import COMPUTE_ROW, Row
 from tests.engine.training import distance, wholes
 from tests.outer.plain import UNITS, Rounds, batch, train_islands
 from tests.outer.test_outer_codec import train_in_fp32
@@ -186,38 +188,59 @@ def test_islands_decode_the_same_sums(ranks: RankPool, name: str) -> None:
     assert 1e-6 < distance(coded[0][1], exact[0][1]) < 0.02
 
 
-def record_order(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> list[str]:
-    """Steps, and what the links between islands do, in their order.
+class Link:
+    """The links between islands, which are shut until `open` lets the all-reduces of a fragment or round pass."""
 
-    No message between islands leaves a rank before this one has taken as many further steps as the delay.
+    def __init__(self, trained: Any, num_buckets: int) -> None:
+        self.events: list[str] = []
+        self._gates = [threading.Event() for _ in range(8)]
+        (transport,) = {*trained[1].internals.groups.island.outer_comm.transports}
+        barrier, count = transport.barrier, itertools.count()  # with which each all-reduce begins
+
+        def gated(tag: int) -> None:
+            number = next(count) // num_buckets
+            self._gates[number].wait(30.0)
+            self.events.append(f"sends {number}")
+            barrier(tag)
+
+        transport.barrier = gated
+
+    def open(self, number: int) -> None:
+        self._gates[number].set()
+
+
+LATE = Rounds(every=4, steps=9, delay=3, optimizer="sgd", clip=0.5)
+
+
+def step_while_shut(ctx: RankContext, config: ShardConfig) -> tuple[list[str], tuple[Row, ...]]:
+    """Steps, and what the links between islands do, in their order; and the rows of a profile.
+
+    The outer step of step 4 leaves no rank before it has taken step 6; it is due behind step 7.
     """
-    trained, events, gates = start(config, rounds), [], [threading.Event() for _ in range(rounds.steps)]
-    comm = trained[1].internals.groups.island.outer_comm
-    (transport,) = {*comm.transports}
-    barrier, count = transport.barrier, iter(range(100))  # with which each all-reduce begins
-
-    def gated(tag: int) -> None:
-        number = next(count) // len(UNITS)
-        gates[number].wait(30.0)
-        events.append(f"sends {number}")
-        barrier(tag)
-
-    transport.barrier = gated
-    for step in range(1, rounds.steps + 1):
-        if step % rounds.every == rounds.delay and step > rounds.delay:  # the step in front of whose end it is due
-            gates[step // rounds.every - 1].set()
-        run_step(ctx, rounds, trained, step)
-        events.append(f"step {step}")
-    return events
+    trained = start(config, LATE)
+    link = Link(trained, len(UNITS))
+    for step in range(1, LATE.steps + 1):
+        if step == 2:
+            profile = trained[1].profile(steps=7)
+        if step == LATE.every + LATE.delay:
+            link.open(0)
+        run_step(ctx, LATE, trained, step)
+        link.events.append(f"step {step}")
+    link.open(1)
+    return link.events, profile.result.own_rows
 
 
 def test_steps_run_while_an_outer_step_is_in_flight(ranks: RankPool) -> None:
-    rounds = Rounds(every=4, steps=9, delay=3, optimizer="sgd", clip=0.5)
-    for events in ranks(4, record_order, config_of("mics", rounds, 2), rounds):
-        sent = [events.index("sends 0"), len(events) - 1 - events[::-1].index("sends 0")]
-        assert events.index("step 6") < sent[0]  # it started behind step 4
-        assert sent[1] < events.index("step 7")  # and ends behind step 7
-        assert [event for event in events if event.startswith("step")] == [f"step {n}" for n in range(1, 10)]
+    """A rank that waited for the link in between would wait until a time-out."""
+    for events, rows in ranks(4, step_while_shut, config_of("mics", LATE, 2)):
+        order = [event for event in events if event != "sends 1"]
+        assert order[:6] == [f"step {n}" for n in range(1, 7)]
+        assert order[6:] == ["sends 0"] * len(UNITS) + ["step 7", "step 8", "step 9"]
+        (outer,) = [row for row in rows if row.resource.startswith("outer")]
+        compute = next(row for row in rows if row.resource == COMPUTE_ROW)
+        first = outer.intervals[0]
+        during = [each for each in compute.intervals if first.submitted_s < each.start_s and each.end_s < first.end_s]
+        assert [each.key.name for each in during if each.key.unit == "first"].count("forward") >= 2
 
 
 def die_in_flight(ctx: RankContext, config: ShardConfig, rounds: Rounds) -> None:
