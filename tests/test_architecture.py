@@ -30,7 +30,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_public_names),
     *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
-# Lines, which may only fall: from 40,605 and 19,612 to 40,567 and 19,566, before there were second hops that are delayed
+# Lines, which may only fall: from 40,605 and 19,612 to 40,567 and 19,566, before second hops that are delayed
 # (730 and 570), jobs that lose ranks (1,050 and 200) or that others join (1,025 and 19), a watch for slow ranks (136),
 # and outer steps with a delay or in fragments (296 and 23).
 CEILINGS = {
