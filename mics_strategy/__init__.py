@@ -14,6 +14,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "LifecycleError",
+    "MemorySnapshots",
     "MiCSError",
     "NoFeasiblePlan",
     "OpenCheckpoint",
@@ -67,11 +68,12 @@ if TYPE_CHECKING:
         ShapeError,
     )
     from mics_strategy.recovery.attempt import Recovery
+    from mics_strategy.snapshots.memory import MemorySnapshots
     from mics_strategy.topology import Topology
 else:
     _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle", "engine.optimizer.delayed")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
-    _HOMES += ("recovery.attempt", "engine.profile.stragglers")
+    _HOMES += ("recovery.attempt", "snapshots.memory", "engine.profile.stragglers")
 
     def __getattr__(name: str) -> object:
         """Import a public name where it is first used."""

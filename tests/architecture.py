@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("outer",),
     ("checkpoint", "tuning", "auto_scopes"),
-    ("api", "estimate", "recovery"),
+    ("api", "estimate", "recovery", "snapshots"),
     ("",),
     ("mixed_precision",),
     ("lightning", "accelerate", "cli", "calibrate_cli", "estimate_cli", "run", "launch_file"),
@@ -96,7 +96,7 @@ PUBLIC_NAMES = {
     *("Topology", "MiCSError", "CheckpointError", "CommunicationError", "ConfigError"),
     *("LifecycleError", "NoFeasiblePlan", "ShapeError"),
     *("OpenCheckpoint", "PendingSave", "finish_saves", "load_checkpoint", "load_newest_checkpoint"),
-    *("load_weights", "newest_checkpoint", "remove_checkpoint", "save_checkpoint", "Recovery"),
+    *("load_weights", "newest_checkpoint", "remove_checkpoint", "save_checkpoint", "Recovery", "MemorySnapshots"),
     *("check_checkpoint", "is_checkpoint", "atomic_checkpoint_folder", "finish_delayed", "StragglerWatch"),
 }
 TOP_LEVEL = {

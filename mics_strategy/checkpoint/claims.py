@@ -55,7 +55,7 @@ class Claim:
 
     def _write(self, count: int) -> None:
         """Write in place with constant length, so that readers never see a part."""
-        text = json.dumps(_identity() | {"count": f"{count:012}"})
+        text = json.dumps(identity_of(os.getpid()) | {"count": f"{count:012}"})
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             os.pwrite(descriptor, text.encode(), 0)
@@ -82,7 +82,7 @@ def living_owner(draft: Path, now: float, claimed: Collection[str]) -> str | Non
     if first is None:
         return None  # written by an older version, or the process died while making the draft
     owner, text = first
-    local_identity = _identity()
+    local_identity = identity_of(os.getpid())
     description = f"process {owner.get('pid')} on {owner.get('host')}"
     if {key: owner.get(key) for key in local_identity} == local_identity:
         return description if draft.name in claimed else None
@@ -124,14 +124,13 @@ def _read(draft: Path) -> tuple[dict[str, object], str] | None:
     return (owner, text) if isinstance(owner, dict) else None
 
 
-def _identity() -> dict[str, object]:
-    """Identify this process, by the machine's boot and the process table if known."""
+def identity_of(pid: int) -> dict[str, object]:
+    """Identify a process, by the machine's boot and the process table if known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         boot = namespace = ""
-    pid = os.getpid()
     return {
         "host": socket.gethostname(),
         "boot": boot,

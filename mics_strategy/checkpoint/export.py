@@ -190,7 +190,7 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
 
 def _read_full(path: Path, metadata: Metadata, tensor: ExportedTensor) -> torch.Tensor:
     full = torch.empty(tensor.shape, dtype=tensor.dtype)
-    read(path, metadata, {MODEL: {tensor.name.removeprefix(f"{MODEL}."): full}}, weights_only=True)
+    read(SafeReader(path), metadata, {MODEL: {tensor.name.removeprefix(f"{MODEL}."): full}}, weights_only=True)
     return full
 
 

@@ -139,7 +139,10 @@ class OpenCheckpoint:
 
     def _read_into(self, values: dict[str, Any]) -> None:
         with torch.no_grad():
-            read(self.path, self._metadata, values, weights_only=self._weights_only)
+            read(self._reader(), self._metadata, values, weights_only=self._weights_only)
+
+    def _reader(self) -> SafeReader:
+        return SafeReader(self.path)
 
     def _as_checkpoint_error(self, action: Callable[[], T]) -> T:
         """Run an action, with errors of reading converted to a `CheckpointError`."""

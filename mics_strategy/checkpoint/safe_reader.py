@@ -199,13 +199,13 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], loaded)
 
 
-def read(path: Path, metadata: Metadata, values: dict[str, Any], *, weights_only: bool) -> None:
+def read(reader: SafeReader, metadata: Metadata, values: dict[str, Any], *, weights_only: bool) -> None:
     """Fill nested dicts from a checkpoint.
 
     Tensors are filled in place with this rank's shard.
 
     Args:
-        path: Folder of the checkpoint.
+        reader: Reader of the checkpoint.
         metadata: Metadata of the checkpoint.
         values: Nested dicts with names of the checkpoint. Their tensors are overwritten.
         weights_only: Same as in `torch.load`.
@@ -213,7 +213,7 @@ def read(path: Path, metadata: Metadata, values: dict[str, Any], *, weights_only
     Cost:
         Reads every saved item of which this rank needs a part.
     """
-    reader, planner = SafeReader(path), SafeLoadPlanner(weights_only=weights_only)
+    planner = SafeLoadPlanner(weights_only=weights_only)
     planner.set_up_planner(values, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())

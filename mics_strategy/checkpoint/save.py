@@ -33,7 +33,7 @@ from mics_strategy.checkpoint.rank_local import class_name
 from mics_strategy.checkpoint.references import references_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
-from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
+from mics_strategy.checkpoint.state import SOLE, Optimizers, ReplicaId, by_key, local_state
 from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
@@ -134,16 +134,17 @@ def save_checkpoint(
     check_same_step(sharded)
     sharded.buffers.synchronize()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
-    planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
+    host = _host_memory.setdefault(sharded, HostCopyPool()) if asynchronous else None
+    planner = run_saving(lambda: make_planner(sharded, optimizers, model_state, host))
     whole = whole_tensors(lambda: dict(extra or {}))
-    whole = _on_all_ranks(lambda: _copy_extra(whole, asynchronous))
+    whole = run_saving(lambda: _copy_extra(whole, asynchronous))
     check_replica_counts(planner, sharded.internals)
     draft, target = begin(path)
     job = _SaveJob(
         draft=draft,
         path=target,
         planner=planner,
-        manifest=_manifest_of(sharded, optimizers),
+        manifest=manifest_of(sharded, optimizers),
         extra=whole if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         previous_channel=_channels.get(sharded),
@@ -205,7 +206,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
         final_path = atomic.real(path)
         return atomic.begin_draft(final_path), final_path
 
-    made = gather_objects(_on_all_ranks(lambda: on_rank_0() if rank == 0 else None))[0]
+    made = gather_objects(run_saving(lambda: on_rank_0() if rank == 0 else None))[0]
     if made is None:
         raise CheckpointError("Rank 0 made no draft. This is a bug in mics_strategy; please report it.")
 
@@ -230,7 +231,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     return draft, target
 
 
-def _on_all_ranks(action: Callable[[], T]) -> T:
+def run_saving(action: Callable[[], T]) -> T:
     """`run_on_all_ranks`, with every failure converted to a `CheckpointError`."""
 
     def attempt() -> T:
@@ -244,9 +245,22 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
     return run_on_all_ranks(attempt)
 
 
-def _make_planner(
-    sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
+def make_planner(
+    sharded: Sharded,
+    optimizers: Optimizers,
+    model_state: Mapping[str, Any] | None,
+    host: HostCopyPool | None,
+    writers: Callable[[ReplicaId], ReplicaId] = lambda replica: replica,
 ) -> ShardedSavePlanner:
+    """Plan what this rank writes of model, optimizers and random states.
+
+    Args:
+        sharded: Model.
+        optimizers: Optimizers, in order or by key.
+        model_state: State dict that replaces the model's own; None for that.
+        host: See `ShardedSavePlanner`.
+        writers: See `ShardedSavePlanner`.
+    """
     sharded.internals.target.show_committed()
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
@@ -257,10 +271,11 @@ def _make_planner(
         local.values.update(references_of(sharded))
         add_delayed(local, sharded)
     add_islands(local, sharded, has_optimizers=bool(optimizers))
-    return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
+    return ShardedSavePlanner(local, host=host, writers=writers)
 
 
-def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
+def manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
+    """Describe the run, without files."""
     scopes = sharded.scopes
     manifest = Manifest(
         step=sharded.steps_done,

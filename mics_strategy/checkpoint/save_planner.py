@@ -104,18 +104,30 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     Attributes:
         state_names: Names and sizes of all items that this rank holds, by the number of equal copies.
+        replicas: Position of this rank among all equal copies of each item that it writes, by name.
+        scalars: See `LocalState.scalars`.
 
     Args:
         local: State that this rank holds.
         host: Pool into which values are copied now, so that training may change the originals during the write; None
             copies nothing. Copies are complete when the constructor returns.
+        writers: Position of this rank among those equal copies of which one is written, from its position among all.
     """
 
-    def __init__(self, local: LocalState, *, host: HostCopyPool | None = None) -> None:
+    def __init__(
+        self,
+        local: LocalState,
+        *,
+        host: HostCopyPool | None = None,
+        writers: Callable[[ReplicaId], ReplicaId] = lambda replica: replica,
+    ) -> None:
         super().__init__()
         self._state = local
+        self._writers = writers
         self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
         self.state_names: dict[int, set[str]] = {}
+        self.replicas: dict[str, ReplicaId] = {}
+        self.scalars = local.scalars
         self.set_up_planner(local.values)
         self.plan = self.create_local_plan()
         if host is not None:
@@ -134,7 +146,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         items = [item for item in plan.items if not _is_empty(item)]
         save_items = [self._piece(item) for item in items]
-        names = items_to_write(save_items)
+        names = items_to_write([dataclasses.replace(item, replica=self._writers(item.replica)) for item in save_items])
+        self.replicas = {item.name: item.replica for item in save_items if item.name in names}
         for save_item in save_items:
             self.state_names.setdefault(save_item.replica.count, set()).add(
                 f"{save_item.name} ({save_item.num_bytes} B)"

@@ -74,17 +74,26 @@ def shard_report_from(text: str, rank: int) -> ShardReport:
         fields = json.loads(text)
         if "failure" in fields:
             raise CheckpointError(str(fields["failure"]))
-        paths = {name: tuple(_typed((str, int), part) for part in path) for name, path in fields["paths"].items()}
-        return ShardReport(
-            SavePlan(items=[_item(item) for item in fields["items"]], planner_data=paths),
-            [_result(result) for result in fields["results"]],
-            {inside(name): file_entry(name, entry) for name, entry in fields["files"].items()},
-        )
+        return shard_report_of(fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The job's store holds no valid report of rank {rank} ({type(error).__name__}: {error}), so nothing was "
             "saved. Another process writes to the store. Save again."
         ) from error
+
+
+def shard_report_of(fields: Mapping[str, Any]) -> ShardReport:
+    """Convert the plain data of a report, value by value.
+
+    Raises:
+        ValueError: They are not those of a report. Also raised as TypeError, KeyError or AttributeError.
+    """
+    paths = {name: tuple(_typed((str, int), part) for part in path) for name, path in fields["paths"].items()}
+    return ShardReport(
+        SavePlan(items=[_item(item) for item in fields["items"]], planner_data=paths),
+        [_result(result) for result in fields["results"]],
+        {inside(name): file_entry(name, entry) for name, entry in fields["files"].items()},
+    )
 
 
 def _plain_item(item: WriteItem) -> dict[str, Any]:

@@ -155,13 +155,13 @@ class DistributedFolder:
             Memory: about four copies of the largest saved item, because of how torch reads it.
         """
         values = {name: target.detach() for name, target in targets.items()}
-        read(self._path, self._metadata, values, weights_only=self._weights_only)
+        read(SafeReader(self._path), self._metadata, values, weights_only=self._weights_only)
 
     def value(self, name: str) -> Any:
         """Read one entry as it was saved."""
         saved = self.saved[name]
         values: dict[str, Any] = {name: None if saved is None else torch.empty(saved.shape, dtype=saved.dtype)}
-        read(self._path, self._metadata, values, weights_only=self._weights_only)
+        read(SafeReader(self._path), self._metadata, values, weights_only=self._weights_only)
         return values[name]
 
 

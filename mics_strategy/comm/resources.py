@@ -324,6 +324,16 @@ def new_group(
     return make(ranks)
 
 
+def new_host_group(description: str) -> dist.ProcessGroup:
+    """Make a group of all ranks on gloo, for data in host memory. Collective.
+
+    Args:
+        description: Name of the group in torch's logs.
+    """
+    make: Callable[..., dist.ProcessGroup] = dist.new_group
+    return make(backend="gloo", timeout=timeout_of(dist.group.WORLD, "cpu"), group_desc=description)
+
+
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _on_gloo: weakref.WeakSet[CommResources] = weakref.WeakSet()
 _num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -55,7 +55,7 @@ def of_another_machine(tmp_path: Path) -> Path:
     """A draft that looks as if a process with this one's number had made it elsewhere."""
     draft = tmp_path / ".last.01234567.draft"
     draft.mkdir()
-    owner = claims._identity() | {"boot": "another", "host": "node-7", "count": "0"}
+    owner = claims.identity_of(os.getpid()) | {"boot": "another", "host": "node-7", "count": "0"}
     (draft / claims.NAME).write_text(json.dumps(owner))
     return draft
 
@@ -100,7 +100,7 @@ def test_nobody_waits_for_what_was_left_long_ago(
 @pytest.mark.usefixtures("_quick")
 def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path: Path) -> None:
     draft = of_another_machine(tmp_path)
-    (draft / claims.NAME).write_text(json.dumps(claims._identity() | {"pid": 1, "started": "-1"}))
+    (draft / claims.NAME).write_text(json.dumps(claims.identity_of(os.getpid()) | {"pid": 1, "started": "-1"}))
     write(tmp_path / "last", 1)
     assert names(tmp_path) == ["last"]
 

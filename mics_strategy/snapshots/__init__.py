@@ -1,0 +1,1 @@
+"""Snapshots of a training in host memory, from which a restarted job continues."""

@@ -1,0 +1,414 @@
+"""Snapshots in host memory, from which a job continues after all of its processes died.
+
+    training    step | copy to the host | step  step  step ...            step | copy | ...
+    background         write > digests > wait for all > send to the buddy > wait for all > remove the one before
+
+The copy alone is in the way of a step. The snapshot before is removed when the new one is whole on every rank, so a
+kill at any moment leaves one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mics_strategy.checkpoint.islands import check_same_step
+from mics_strategy.checkpoint.load import load_newest_checkpoint
+from mics_strategy.checkpoint.save import PendingSave, finish_saves, make_planner, manifest_of, run_saving
+from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
+from mics_strategy.checkpoint.shard_report import StoreChannel
+from mics_strategy.checkpoint.state import Optimizers, ReplicaId
+from mics_strategy.checkpoint.whole_tensors import whole_tensors
+from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
+from mics_strategy.comm.host_messages import HostMessages
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.errors import CheckpointError, ConfigError
+from mics_strategy.snapshots import job_folder
+from mics_strategy.snapshots.buddy import BuddyExchange
+from mics_strategy.snapshots.job_folder import JobFolder
+from mics_strategy.snapshots.nodes import Nodes
+from mics_strategy.snapshots.open_snapshot import OpenSnapshot, Place, age_of, find_snapshot, newest_on_disk
+from mics_strategy.snapshots.private_files import make_private_folder
+from mics_strategy.snapshots.write import SnapshotWriter
+
+SHARE_OF_TIME = 0.01  # that copies may take of a training with `every="auto"`
+_FIRST_AUTO_STEP = 3  # of which the one before shows how long a step takes
+_NUM_KEPT = 2  # of which one is being written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotCost:
+    """What the last snapshot of this rank cost.
+
+    Attributes:
+        num_bytes: Bytes that this rank wrote.
+        planned_buddy_bytes: Bytes of the states that this rank sends to its buddy.
+        sent_bytes: Bytes that were sent to the buddy: these states, and what describes them.
+        copy_s: Seconds that the training waited.
+        background_s: Seconds from then until the snapshot was whole on all ranks.
+    """
+
+    num_bytes: int
+    planned_buddy_bytes: int
+    sent_bytes: int
+    copy_s: float
+    background_s: float
+
+
+@dataclass(slots=True)
+class _Interval:
+    """How many steps there are between snapshots, equal on all ranks.
+
+    Attributes:
+        every: Number of steps, or "auto".
+        steps: Steps since the last snapshot.
+        due: Steps after which the next one is due.
+        begin_s: When these steps began.
+    """
+
+    every: int | str
+    steps: int = 0
+    due: int = 0
+    begin_s: float = 0.0
+
+    def begin(self, seconds_by_rank: list[tuple[float, float, float]]) -> None:
+        """Begin the next interval.
+
+        Args:
+            seconds_by_rank: Of each rank the seconds of a copy, of its background, and of a step; 0 if unknown.
+        """
+        self.due = self.every if isinstance(self.every, int) else _FIRST_AUTO_STEP
+        if self.every == "auto" and all(copy_s > 0 and step_s > 0 for copy_s, _, step_s in seconds_by_rank):
+            by_rank = [max(c / SHARE_OF_TIME, b) / s for c, b, s in seconds_by_rank]
+            self.due = max(1, math.ceil(max(by_rank)))
+        self.steps, self.begin_s = 0, time.monotonic()
+
+
+class MemorySnapshots:
+    """Snapshots of a training in host memory. Collective.
+
+    Every so many optimizer steps each rank copies its states, and writes them in the background into a folder in
+    memory (tmpfs), which outlives the process. When processes die, and the launcher starts the script again, `load`
+    continues from the newest snapshot that is whole across the job, on any number of ranks. A node that is lost takes
+    nothing with it: states that no other node has are also sent to the next node.
+
+    Args:
+        sharded: Model.
+        optimizers: Optimizers, in order or by key.
+        every: Optimizer steps between two snapshots. "auto": the copies take 1 % of the time, as measured by the
+            snapshot before, and the background ends before the next one begins.
+        job: Name of the job, equal on all ranks, for a job that is started again by hand. By default the job is that
+            of the launcher (torchrun) that started this process, and another launcher's is another job.
+        folder: Folder in memory on each node.
+
+    Attributes:
+        cost: What the last complete snapshot cost; None before.
+
+    Raises:
+        ConfigError: An option is invalid, or differs between ranks.
+        CheckpointError: The folder cannot be used, or may be another user's. Raised on every rank.
+
+    Cost:
+        Host memory: three times what the ranks of a node write (a copy and two snapshots), which is what they hold, of
+        equal copies one, and the same for what they keep for other nodes. A step with a snapshot: a copy of it, and
+        four small collectives. Background: reading and writing it, SHA-256, and the messages to the buddy.
+    """
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        optimizers: Optimizers = (),
+        *,
+        every: int | str = "auto",
+        job: str | None = None,
+        folder: str | os.PathLike[str] = "/dev/shm",
+    ) -> None:
+        self._sharded = sharded
+        self._optimizers = optimizers
+        self._place, self._job_is_new = open_place(job, folder, every)
+        self._buddies = BuddyExchange(self._place.messages, self._place.nodes, self._place.rank)
+        self._host = HostCopyPool()
+        self._pending: tuple[PendingSave, SnapshotWriter] | None = None
+        self._channel: StoreChannel | None = None
+        self._attempt = gather_objects(secrets.token_hex(4))[0]
+        self._num_taken = 0
+        self._interval = _Interval(every)
+        self._interval.begin([(0.0, 0.0, 0.0)])
+        self._copy_s = 0.0
+        self._planned_bytes = 0
+        self.cost: SnapshotCost | None = None
+
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def open(self) -> OpenSnapshot | None:
+        """Open the newest whole snapshot of this job, for adapters; None if there is none. Collective.
+
+        `OpenSnapshot.close` is called when everything is read.
+        """
+        return find_snapshot(self._place)
+
+    def load(
+        self, default: Mapping[str, Any] | None = None, *, checkpoints: str | os.PathLike[str] | None = None
+    ) -> dict[str, Any]:
+        """Continue from the newest whole snapshot of this job, or from a checkpoint, if there is any. Collective.
+
+        Rank 0 prints which one it is, with its step and its age. The checkpoint is taken if it is of a later step.
+
+        Args:
+            default: Extra state of a training that begins.
+            checkpoints: Folder of checkpoints on disk.
+
+        Returns:
+            Extra state of the snapshot or the checkpoint; otherwise `default`.
+
+        Raises:
+            CheckpointError: What is newest belongs to another model.
+        """
+        self.finish()
+        self._sharded.internals.groups.agree_on(None, "MemorySnapshots.load (call it on every rank)")
+        snapshot, on_disk = self.open(), newest_on_disk(checkpoints)
+        try:
+            if snapshot is not None and (on_disk is None or on_disk[1] <= snapshot.step):
+                snapshot.load(self._sharded, self._optimizers)
+                self._print(f"continue from {describe(snapshot)}")
+                return snapshot.extra
+        finally:
+            if snapshot is not None:
+                snapshot.close()
+        if on_disk is None or checkpoints is None:
+            begin = "the job is new" if self._job_is_new else "none is whole"
+            self._print(f"begin without one: {begin}, and there is no checkpoint")
+            return dict(default or {})
+        self._print(f"continue from a checkpoint of step {on_disk[1]}, saved {age_of(on_disk[2])} ago, or an older one")
+        extra = load_newest_checkpoint(checkpoints, self._sharded, self._optimizers)
+        return dict(default or {}) if extra is None else extra
+
+    # -- taking -----------------------------------------------------------------------------------------------
+
+    def after_step(self, extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> bool:
+        """Count an optimizer step, and take a snapshot if one is due. Called on every rank after each step.
+
+        Args:
+            extra: Other state of rank 0, such as schedulers and counters, as for `save_checkpoint`; or a function that
+                returns it, called when a snapshot is due.
+
+        Returns:
+            Whether a snapshot was taken. It may still be written.
+
+        Raises:
+            CheckpointError: This snapshot or the one before failed on a rank. Raised on every rank.
+        """
+        self._interval.steps += 1
+        if self._interval.steps < self._interval.due:
+            return False
+        self.take(extra() if callable(extra) else extra)
+        return True
+
+    def take(self, extra: Mapping[str, Any] | None = None, *, model_state: Mapping[str, Any] | None = None) -> None:
+        """Take a snapshot now. Collective.
+
+        It returns when everything is copied. The snapshot before is waited for first.
+
+        Args:
+            extra: See `after_step`.
+            model_state: State dict that replaces the model's own.
+
+        Raises:
+            CheckpointError: This snapshot or the one before failed on a rank. Raised on every rank.
+        """
+        begin_s = time.monotonic()
+        step_s = (begin_s - self._interval.begin_s) / max(1, self._interval.steps)
+        self.finish()
+        check_same_step(self._sharded)
+        self._sharded.buffers.synchronize()
+        planner = run_saving(
+            lambda: make_planner(self._sharded, self._optimizers, model_state, self._host, self._writers)
+        )
+        whole = whole_tensors(lambda: dict(extra or {}))
+        check_replica_counts(planner, self._sharded.internals)
+        background_s = 0.0 if self.cost is None else self.cost.background_s
+        self._copy_s = time.monotonic() - begin_s
+        seconds = gather_objects((self._copy_s, background_s, step_s), "MemorySnapshots.take")
+        self._begin_writing(planner, whole)
+        self._interval.begin(seconds)
+
+    def _begin_writing(self, planner: ShardedSavePlanner, extra: Mapping[str, Any]) -> None:
+        place, manifest = self._place, manifest_of(self._sharded, self._optimizers)
+        sole = [
+            name
+            for name, replica in planner.replicas.items()
+            if name in planner.scalars or not self._is_on_other_nodes(replica)
+        ]
+        self._planned_bytes = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in planner.plan.items
+            if item.tensor_data is not None and item.index.fqn in sole
+        )
+        name = f"{manifest.step:012}-{self._attempt}-{self._num_taken}"
+        older = place.folder.snapshots() if place.nodes.is_leader(place.rank) else []
+        run_on_all_ranks(lambda: self._check_space(planner))
+        run_on_all_ranks(lambda: make_private_folder(place.folder.path / name))
+        self._num_taken += 1
+        store = dist.distributed_c10d._get_default_store()
+        previous, self._channel = self._channel, StoreChannel(store, f"snapshot {name}", place.rank)
+        if previous is not None and place.rank == 0:
+            for stage in ("written", "whole"):
+                previous.delete(f"all {stage}")  # which every rank has read: it has finished that snapshot
+        writer = SnapshotWriter(
+            folder=place.folder.path / name,
+            planner=planner,
+            sole=sole,
+            manifest=manifest,
+            extra=extra if place.rank == 0 else None,
+            rank=place.rank,
+            channel=self._channel,
+            buddies=self._buddies,
+            outdated=[path for path in older if path.name != name],
+        )
+        pending = PendingSave(writer.folder)
+        self._pending = pending, writer
+        threading.Thread(target=pending.run, args=(writer.write,), name=f"snapshot {manifest.step}").start()
+
+    def _check_space(self, planner: ShardedSavePlanner) -> None:
+        """Check that the memory of a node holds what its ranks write and receive. Ranks of a node write about alike."""
+        num_bytes = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in planner.plan.items
+            if item.tensor_data is not None
+        )
+        num_new = _NUM_KEPT if self._num_taken == 0 else 1
+        needed = (num_bytes + self._planned_bytes) * num_new * len(self._place.nodes.peers(self._place.rank))
+        free = shutil.disk_usage(self._place.folder.path).free
+        if needed > free:
+            raise CheckpointError(
+                f"Snapshots need {needed / 1e9:.1f} GB more on this node, and `{self._place.folder.path}` has "
+                f"{free / 1e9:.1f} GB left. Enlarge that file system (`mount -o remount,size=... /dev/shm`), or pass "
+                "another `folder` in memory."
+            )
+
+    def _writers(self, replica: ReplicaId) -> ReplicaId:
+        """This rank's position among the copies on its node, from that among all."""
+        local = self._place.nodes.local(self._ranks_with(replica), self._place.rank)
+        return ReplicaId(local.index(self._place.rank), len(local))
+
+    def _is_on_other_nodes(self, replica: ReplicaId) -> bool:
+        ranks = self._ranks_with(replica)
+        return len(self._place.nodes.local(ranks, self._place.rank)) < len(ranks)
+
+    def _ranks_with(self, replica: ReplicaId) -> list[int]:
+        """The ranks with equal copies, of which there are as many as `replica` says."""
+        scopes, island = self._sharded.scopes, self._sharded.internals.groups.island
+        if replica.count == 1:
+            return [self._place.rank]
+        if replica.count == len(island.ranks):
+            return list(island.ranks)
+        if replica.count == scopes.job_size:
+            return list(range(scopes.job_size))
+        return scopes.span(scopes.optimizer, scopes.world_size).group_ranks(self._place.rank)
+
+    # -- ending -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is whole, or has failed.
+
+        Raises:
+            CheckpointError: It has failed on a rank. Raised on every rank. The one before is unchanged.
+        """
+        finish_saves(self._sharded)
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending[0].wait()
+        result = pending[1].result
+        if result is not None:
+            self.cost = SnapshotCost(
+                num_bytes=result.num_bytes,
+                planned_buddy_bytes=self._planned_bytes,
+                sent_bytes=result.sent_bytes,
+                copy_s=self._copy_s,
+                background_s=result.seconds,
+            )
+
+    def close(self, *, keep: bool = False) -> None:
+        """End taking snapshots, and remove them: the training has ended. Collective.
+
+        Args:
+            keep: Whether the snapshots stay, for a later process with the same `job`. They are removed a day later.
+        """
+        self.finish()
+        run_on_all_ranks(lambda: None)  # the last rank has finished
+        if self._place.nodes.is_leader(self._place.rank) and not keep:
+            self._place.folder.remove()
+        self._place.folder.release()
+        self._place.messages.close()
+
+    def _print(self, text: str) -> None:
+        if self._place.rank == 0:
+            print(f"Snapshots of the job {self._place.folder.path.name}: {text}.", flush=True)
+
+
+def describe(snapshot: OpenSnapshot) -> str:
+    """A snapshot in words, with its step and age."""
+    return f"the snapshot of step {snapshot.step}, taken {age_of(snapshot.time_s)} ago"
+
+
+def open_place(job: str | None, folder: str | os.PathLike[str], every: int | str) -> tuple[Place, bool]:
+    """Find or make the folder of this job on this node. Collective.
+
+    Args:
+        job: See `MemorySnapshots`.
+        folder: See `MemorySnapshots`.
+        every: See `MemorySnapshots`.
+
+    Returns:
+        The place, and whether the job has no folder on any node yet.
+
+    Raises:
+        ConfigError: An option is invalid, or differs between ranks.
+        CheckpointError: The folder cannot be used, or may be another user's. Raised on every rank.
+    """
+    rank = dist.get_rank()
+
+    def look() -> tuple[tuple[object, ...], str, str | None]:
+        if not (every == "auto" or (isinstance(every, int) and not isinstance(every, bool) and every > 0)):
+            raise ConfigError(f"`every={every!r}` is no number of steps. Use 1 or more, or 'auto'.")
+        if job is not None:
+            job_folder.check_job(job)
+        user_folder = job_folder.user_folder(Path(folder))
+        key = job_folder.launcher_key() if job is None else ""
+        known = job_folder.known_job(user_folder, key) if job is None else job
+        return job_folder.folder_identity(user_folder), key, known
+
+    identity, key, known = run_on_all_ranks(look)
+    found = gather_objects((identity, known, {"job": repr(job), "every": repr(every)}))
+    check_equal([options for *_, options in found])
+    names = sorted({name for _, name, _ in found if name is not None})
+    if len(names) > 1:
+        raise ConfigError(
+            f"The launchers of this job have started several jobs before: {', '.join(names)}. Pass `job`: one of them, "
+            "or a new name."
+        )
+    is_new = not names
+    name = names[0] if names else gather_objects(job_folder.new_job())[0]
+    nodes = Nodes.of(identity for identity, *_ in found)
+
+    def enter() -> JobFolder:
+        own = JobFolder(job_folder.user_folder(Path(folder)), name)
+        own.name_launcher(key)
+        if nodes.is_leader(rank):
+            own.lock()
+            job_folder.remove_left_overs(job_folder.user_folder(Path(folder)), name)
+        return own
+
+    place = Place(folder=run_on_all_ranks(enter), nodes=nodes, messages=HostMessages("mics.snapshots"), rank=rank)
+    return place, is_new

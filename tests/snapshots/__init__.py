@@ -1,0 +1,1 @@
+"""Tests of mics_strategy.snapshots."""
