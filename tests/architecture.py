@@ -59,7 +59,7 @@ PLANNER_IMPORTED_BY = ("planner", "auto_scopes", "cli", "calibrate_cli", "estima
 # One way to raise on all ranks together, to save sharded tensors, one meaning of mixed precision, one way to install.
 ADAPTERS_MAY_IMPORT = (
     *("checkpoint.random_states", "checkpoint.whole_tensors", "comm.consensus", "mixed_precision"),
-    "version",
+    *("snapshots.job", "snapshots.open_snapshot", "version"),
 )
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),

@@ -35,11 +35,12 @@ from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 from mics_strategy.lightning.random_states import RNG_KEY, RandomStatesMixin
+from mics_strategy.lightning.snapshots import TrainerSnapshotMixin
 
 ARRIVAL_TIMEOUT = timedelta(seconds=30)
 
 
-class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
+class TrainerCheckpointMixin(TrainerSnapshotMixin, RandomStatesMixin, CheckpointFileMixin):
     """Saving and loading of the Trainer's strategy. Mixed into a Lightning strategy."""
 
     framework: ClassVar[TrainerFramework]
@@ -150,7 +151,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         check_not_folder(path, storage_options)
         self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        optimizers = self._stepping if "optimizer_states" in checkpoint else []
+        optimizers = self.stepping if "optimizer_states" in checkpoint else []
         if "optimizer_states" in checkpoint and not optimizers:
             rest["optimizer_states"] = checkpoint[
                 "optimizer_states"
@@ -165,7 +166,8 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         )
 
     @property
-    def _stepping(self) -> list[Optimizer]:
+    @override
+    def stepping(self) -> list[Optimizer]:
         """Optimizers, without Lightning's stand-in for no optimizer."""
         optimizers = (unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers)
         return [optimizer for optimizer in optimizers if optimizer.param_groups]
@@ -225,6 +227,8 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
             CheckpointError: The folder is not an intact checkpoint, or the checkpoint needs unpickling that is not
                 allowed.
         """
+        if self._snapshot is not None and checkpoint_path == self._snapshot.path:
+            return self._open_shards(self._snapshot)
         path = self.broadcast(as_path(checkpoint_path))
         allowed = weights_only if weights_only is not None else self._load_weights_only
         if self.is_sharded:
@@ -232,15 +236,17 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         self._opened = None
         if is_local(path) and self.broadcast(Path(path).is_dir()):
             path = newest_checkpoint(path) or path
-            self.shard_model()  # folders are read into shards
-            checkpoint_folder = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
-            checkpoint = {**checkpoint_folder.extra, "state_dict": checkpoint_folder.model_state(self.sharded)}
-            if checkpoint_folder.num_optimizers:
-                checkpoint["optimizer_states"] = [
-                    {}
-                ] * checkpoint_folder.num_optimizers  # read in `load_optimizer_state_dict`
-            return checkpoint
+            return self._open_shards(OpenCheckpoint(path, weights_only=allowed is not False))
         return self.read_file(path, allowed, "`weights_only=False` of the Trainer's method")
+
+    def _open_shards(self, opened: OpenCheckpoint) -> dict[str, Any]:
+        """Read the model, and leave the optimizers to `load_optimizer_state_dict`. Collective."""
+        self.shard_model()  # folders are read into shards
+        self._opened = opened
+        checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
+        if opened.num_optimizers:
+            checkpoint["optimizer_states"] = [{}] * opened.num_optimizers
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -270,7 +276,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
             )
         if self._opened is not None:
             before = self.local_random_states()
-            self._opened.load(self.sharded, self._stepping, has_model=False)
+            self._opened.load(self.sharded, self.stepping, has_model=False)
             self.schedule_random_states(self.local_random_states())
             self.set_random_states(before)
             return

@@ -200,6 +200,30 @@ def throttle_sigterm_check(trainer: Any, every_n_steps: int) -> None:
     loop._broadcast_sigterm_tensor = check_every_n_steps
 
 
+def redirect_resume(trainer: Any, path: Any) -> None:
+    """Let the next fit continue from a path, whichever its caller passes."""
+    connector = trainer._checkpoint_connector
+    start = type(connector).resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+        del connector.resume_start  # the method again
+        start(connector, path, *args, **options)
+
+    connector.resume_start = resume_start
+
+
+def append_callback(trainer: Any, callback: Any) -> None:
+    """Add a callback behind all others, in place of an earlier one of its class."""
+    name = type(callback).__qualname__
+    trainer.callbacks = [*(own for own in trainer.callbacks if type(own).__qualname__ != name), callback]
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return what a checkpoint of the Trainer holds, its hooks included."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
+    return checkpoint
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochState:
     """Where a checkpoint was saved in the Trainer's loops.

@@ -43,6 +43,7 @@ from mics_strategy.lightning.modules import (
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.registration import make_strategy_class
+from mics_strategy.lightning.snapshots import RecoveryOptions
 from mics_strategy.mixed_precision import apply_mixed_precision
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
@@ -83,6 +84,8 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             device and communicates between nodes. A larger interval is cheaper, but reacts later.
         start_method: Start of the ranks: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for
             notebooks) start processes from this one and return the full weights to it.
+        recovery: ``"memory"`` takes snapshots in host memory, from which `fit` continues when the launcher starts the
+            script again; a dict has options of `mics_strategy.MemorySnapshots`, such as ``{"every": 50}``.
         **overrides: Fields of `ShardConfig`.
 
     Raises:
@@ -110,6 +113,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         save_asynchronously: bool = False,
         sigterm_check_every_n_steps: int = 1,
         start_method: str = "popen",
+        recovery: str | dict[str, Any] = "none",
         **overrides: Any,
     ) -> None:
         super().__init__(
@@ -120,6 +124,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             precision_plugin=precision_plugin,
         )
         self.config = ShardConfig.of(config, **overrides)
+        self._recovery = RecoveryOptions.of(recovery)
         self._units = units
         self._initializer = initializer
         self._num_nodes = 1
@@ -179,6 +184,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         validate.check_callbacks(self.framework, self._trainer)
         validate.check_saves_of_islands(self.config.outer_every, self._state_dict_type, self._trainer)
         super().setup_environment()
+        self.find_snapshot()
 
     @contextmanager
     @override
@@ -208,6 +214,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         if trainer.state.fn == self.framework.fitting:
             self.setup_optimizers(trainer)
             self.sharded.grad_codec_steps = grad_codec_steps(self.config, trainer)
+            self.begin_snapshots()
         self.setup_precision_plugin()
 
     @override
@@ -307,16 +314,24 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             optimizer.step()
             optimizer.zero_grad()
+        self.end_snapshots()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.close_snapshot()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         skip_group_teardown()
+        self.abandon_snapshots()
         validate.add_advice(exception)
 
     @override
     def teardown(self) -> None:
         # Shards stay on the device; a pending save is waited for.
         self.finish_saves()
+        self.close_snapshot()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,15 +28,12 @@ from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlann
 from mics_strategy.checkpoint.shard_report import StoreChannel
 from mics_strategy.checkpoint.state import Optimizers, ReplicaId
 from mics_strategy.checkpoint.whole_tensors import whole_tensors
-from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
-from mics_strategy.comm.host_messages import HostMessages
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
-from mics_strategy.errors import CheckpointError, ConfigError
-from mics_strategy.snapshots import job_folder
+from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.buddy import BuddyExchange
-from mics_strategy.snapshots.job_folder import JobFolder
-from mics_strategy.snapshots.nodes import Nodes
-from mics_strategy.snapshots.open_snapshot import OpenSnapshot, Place, age_of, find_snapshot, newest_on_disk
+from mics_strategy.snapshots.job import SnapshotJob
+from mics_strategy.snapshots.open_snapshot import age_of, newest_on_disk
 from mics_strategy.snapshots.private_files import make_private_folder
 from mics_strategy.snapshots.write import SnapshotWriter
 
@@ -108,7 +104,8 @@ class MemorySnapshots:
         every: Optimizer steps between two snapshots. "auto": the copies take 1 % of the time, as measured by the
             snapshot before, and the background ends before the next one begins.
         job: Name of the job, equal on all ranks, for a job that is started again by hand. By default the job is that
-            of the launcher (torchrun) that started this process, and another launcher's is another job.
+            of the launcher (torchrun) that started this process, and another launcher's is another job. Adapters pass
+            a job that they have opened.
         folder: Folder in memory on each node.
 
     Attributes:
@@ -130,32 +127,26 @@ class MemorySnapshots:
         optimizers: Optimizers = (),
         *,
         every: int | str = "auto",
-        job: str | None = None,
+        job: str | SnapshotJob | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
         self._sharded = sharded
         self._optimizers = optimizers
-        self._place, self._job_is_new = open_place(job, folder, every)
+        self._job = job if isinstance(job, SnapshotJob) else SnapshotJob(every=every, job=job, folder=folder)
+        self._place = self._job.place
         self._buddies = BuddyExchange(self._place.messages, self._place.nodes, self._place.rank)
         self._host = HostCopyPool()
         self._pending: tuple[PendingSave, SnapshotWriter] | None = None
         self._channel: StoreChannel | None = None
         self._attempt = gather_objects(secrets.token_hex(4))[0]
         self._num_taken = 0
-        self._interval = _Interval(every)
+        self._interval = _Interval(self._job.every)
         self._interval.begin([(0.0, 0.0, 0.0)])
         self._copy_s = 0.0
         self._planned_bytes = 0
         self.cost: SnapshotCost | None = None
 
     # -- loading ----------------------------------------------------------------------------------------------
-
-    def open(self) -> OpenSnapshot | None:
-        """Open the newest whole snapshot of this job, for adapters; None if there is none. Collective.
-
-        `OpenSnapshot.close` is called when everything is read.
-        """
-        return find_snapshot(self._place)
 
     def load(
         self, default: Mapping[str, Any] | None = None, *, checkpoints: str | os.PathLike[str] | None = None
@@ -176,20 +167,18 @@ class MemorySnapshots:
         """
         self.finish()
         self._sharded.internals.groups.agree_on(None, "MemorySnapshots.load (call it on every rank)")
-        snapshot, on_disk = self.open(), newest_on_disk(checkpoints)
+        snapshot, on_disk = self._job.open(), newest_on_disk(checkpoints)
         try:
             if snapshot is not None and (on_disk is None or on_disk[1] <= snapshot.step):
                 snapshot.load(self._sharded, self._optimizers)
-                self._print(f"continue from {describe(snapshot)}")
+                self._job.report(f"continue from step {snapshot.step}")
                 return snapshot.extra
         finally:
             if snapshot is not None:
                 snapshot.close()
         if on_disk is None or checkpoints is None:
-            begin = "the job is new" if self._job_is_new else "none is whole"
-            self._print(f"begin without one: {begin}, and there is no checkpoint")
             return dict(default or {})
-        self._print(f"continue from a checkpoint of step {on_disk[1]}, saved {age_of(on_disk[2])} ago, or an older one")
+        self._job.report(f"continue from the checkpoint of step {on_disk[1]}, saved {age_of(on_disk[2])} ago")
         extra = load_newest_checkpoint(checkpoints, self._sharded, self._optimizers)
         return dict(default or {}) if extra is None else extra
 
@@ -208,11 +197,15 @@ class MemorySnapshots:
         Raises:
             CheckpointError: This snapshot or the one before failed on a rank. Raised on every rank.
         """
-        self._interval.steps += 1
-        if self._interval.steps < self._interval.due:
+        if not self.count_step():
             return False
         self.take(extra() if callable(extra) else extra)
         return True
+
+    def count_step(self) -> bool:
+        """Count an optimizer step; whether a snapshot is due. Called on every rank after each step, to `take` it."""
+        self._interval.steps += 1
+        return self._interval.steps >= self._interval.due
 
     def take(self, extra: Mapping[str, Any] | None = None, *, model_state: Mapping[str, Any] | None = None) -> None:
         """Take a snapshot now. Collective.
@@ -351,64 +344,3 @@ class MemorySnapshots:
             self._place.folder.remove()
         self._place.folder.release()
         self._place.messages.close()
-
-    def _print(self, text: str) -> None:
-        if self._place.rank == 0:
-            print(f"Snapshots of the job {self._place.folder.path.name}: {text}.", flush=True)
-
-
-def describe(snapshot: OpenSnapshot) -> str:
-    """A snapshot in words, with its step and age."""
-    return f"the snapshot of step {snapshot.step}, taken {age_of(snapshot.time_s)} ago"
-
-
-def open_place(job: str | None, folder: str | os.PathLike[str], every: int | str) -> tuple[Place, bool]:
-    """Find or make the folder of this job on this node. Collective.
-
-    Args:
-        job: See `MemorySnapshots`.
-        folder: See `MemorySnapshots`.
-        every: See `MemorySnapshots`.
-
-    Returns:
-        The place, and whether the job has no folder on any node yet.
-
-    Raises:
-        ConfigError: An option is invalid, or differs between ranks.
-        CheckpointError: The folder cannot be used, or may be another user's. Raised on every rank.
-    """
-    rank = dist.get_rank()
-
-    def look() -> tuple[tuple[object, ...], str, str | None]:
-        if not (every == "auto" or (isinstance(every, int) and not isinstance(every, bool) and every > 0)):
-            raise ConfigError(f"`every={every!r}` is no number of steps. Use 1 or more, or 'auto'.")
-        if job is not None:
-            job_folder.check_job(job)
-        user_folder = job_folder.user_folder(Path(folder))
-        key = job_folder.launcher_key() if job is None else ""
-        known = job_folder.known_job(user_folder, key) if job is None else job
-        return job_folder.folder_identity(user_folder), key, known
-
-    identity, key, known = run_on_all_ranks(look)
-    found = gather_objects((identity, known, {"job": repr(job), "every": repr(every)}))
-    check_equal([options for *_, options in found])
-    names = sorted({name for _, name, _ in found if name is not None})
-    if len(names) > 1:
-        raise ConfigError(
-            f"The launchers of this job have started several jobs before: {', '.join(names)}. Pass `job`: one of them, "
-            "or a new name."
-        )
-    is_new = not names
-    name = names[0] if names else gather_objects(job_folder.new_job())[0]
-    nodes = Nodes.of(identity for identity, *_ in found)
-
-    def enter() -> JobFolder:
-        own = JobFolder(job_folder.user_folder(Path(folder)), name)
-        own.name_launcher(key)
-        if nodes.is_leader(rank):
-            own.lock()
-            job_folder.remove_left_overs(job_folder.user_folder(Path(folder)), name)
-        return own
-
-    place = Place(folder=run_on_all_ranks(enter), nodes=nodes, messages=HostMessages("mics.snapshots"), rank=rank)
-    return place, is_new

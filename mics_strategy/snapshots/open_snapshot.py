@@ -86,6 +86,10 @@ class OpenSnapshot(OpenCheckpoint):
         run_on_all_ranks(lambda: None)
         self._pieces.close()
 
+    def abandon(self) -> None:
+        """End reading on this rank, after an error. Pieces that other ranks wait for do not come."""
+        self._pieces.abandon()
+
     @override
     def _reader(self) -> PieceReader:
         return PieceReader(self.path, self._pieces)

@@ -110,6 +110,13 @@ class PieceExchange:
             self._messages.send(end, next_rank, _REQUEST_TAG).wait()
             thread.join()
 
+    def abandon(self) -> None:
+        """End the thread that answers, without the other ranks."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._messages.cancel()
+            thread.join()
+
 
 def _read_piece(path: Path, offset: int, num_bytes: int) -> bytes:
     with open_private(path) as descriptor:

@@ -47,14 +47,14 @@ class Kill:
         ranks: Ranks that die; [-1] for all.
         at: Step, or seconds for "clock".
         point: "step", "writing", "exchange", "loading" or "clock".
-        loses_node: Node whose host memory is lost as well; -1 for none.
+        loses: Nodes whose host memory is lost as well.
     """
 
     attempt: int
     ranks: list[int]
     at: float
     point: str = "step"
-    loses_node: int = -1
+    loses: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ class Killer:
                 self._die(kill)
 
     def _die(self, kill: Kill) -> None:
-        if kill.loses_node >= 0:
-            shutil.rmtree(self._folder / f"node{kill.loses_node}", ignore_errors=True)
+        for node in kill.loses:
+            shutil.rmtree(self._folder / f"node{node}", ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
@@ -166,11 +166,15 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with one sort of states."""
+def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Optimizers with one sort of states."""
     if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+        return [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+    if kind == "muon":
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
 
 
 def train(scenario: Scenario, folder: Path) -> None:
@@ -183,10 +187,10 @@ def train(scenario: Scenario, folder: Path) -> None:
     topology = Topology(ranks_per_node=min(scenario.ranks_per_node, world_size))
     config = ShardConfig.preset(scenario.preset, topology=topology, hierarchical=False, **scenario.fields)
     sharded = shard(model, config, units=[nn.Linear])
-    optimizer = sharded.adopt(make_optimizer(scenario.optimizer, model))
+    optimizers = make_optimizers(scenario.optimizer, model)
     node = folder / f"node{scenario.nodes_of(attempt)[rank // scenario.ranks_per_node]}"
     node.mkdir(exist_ok=True)
-    snapshots = MemorySnapshots(sharded, [optimizer], every=scenario.every, job=scenario.job, folder=node)
+    snapshots = MemorySnapshots(sharded, optimizers, every=scenario.every, job=scenario.job, folder=node)
     torch.manual_seed(100 + rank)
     disk = folder / "disk" if scenario.saves_at else None
     step = snapshots.load({"step": 0}, checkpoints=disk)["step"]
@@ -199,17 +203,21 @@ def train(scenario: Scenario, folder: Path) -> None:
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
         loss = model(batch).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with losses.open("a") as file:
             file.write(f"{step} {loss.item().hex()}\n")
         step += 1
         killer.step = step
         snapshots.after_step({"step": step, "samples": torch.tensor(step)})
         if step == scenario.saves_at:
-            save_checkpoint(folder / "disk" / "saved", sharded, [optimizer], {"step": step})
+            save_checkpoint(folder / "disk" / "saved", sharded, optimizers, {"step": step})
         killer.strike("step")
-    state = {"model": sharded.full_state_dict(), "optimizer": sharded.full_optimizer_state_dict(optimizer)}
+    state = {
+        "model": sharded.full_state_dict(),
+        "optimizers": [sharded.full_optimizer_state_dict(optimizer) for optimizer in optimizers],
+    }
     snapshots.finish()
     cost = snapshots.cost
     snapshots.close()

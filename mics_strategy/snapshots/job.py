@@ -1,0 +1,99 @@
+"""The job of a process: which one it is, and which of its snapshots is the newest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
+from mics_strategy.comm.host_messages import HostMessages
+from mics_strategy.errors import ConfigError
+from mics_strategy.snapshots import job_folder
+from mics_strategy.snapshots.job_folder import JobFolder
+from mics_strategy.snapshots.nodes import Nodes
+from mics_strategy.snapshots.open_snapshot import OpenSnapshot, Place, age_of, find_snapshot
+
+
+class SnapshotJob:
+    """The job whose snapshots a process takes and finds. It needs no model. Collective.
+
+    Args:
+        every: See `MemorySnapshots`.
+        job: See `MemorySnapshots`.
+        folder: See `MemorySnapshots`.
+
+    Attributes:
+        every: Steps between snapshots, or "auto".
+        place: Where its snapshots are.
+        is_new: Whether no node knows the job.
+
+    Raises:
+        ConfigError: An option is invalid, or differs between ranks.
+        CheckpointError: The folder cannot be used, or may be another user's. Raised on every rank.
+    """
+
+    def __init__(
+        self, *, every: int | str = "auto", job: str | None = None, folder: str | os.PathLike[str] = "/dev/shm"
+    ) -> None:
+        self.every = every
+        self._folder = Path(folder)
+
+        def look() -> tuple[tuple[object, ...], str, str | None]:
+            _check_every(every)
+            user_folder = job_folder.user_folder(self._folder)
+            identity = job_folder.folder_identity(user_folder)
+            if job is not None:
+                job_folder.check_job(job)
+                return identity, "", job
+            key = job_folder.launcher_key()
+            return identity, key, job_folder.known_job(user_folder, key)
+
+        identity, key, known = run_on_all_ranks(look)
+        found = gather_objects((identity, known, {"job": repr(job), "every": repr(every)}), "MemorySnapshots")
+        check_equal([options for *_, options in found])
+        names = sorted({name for _, name, _ in found if name is not None})
+        if len(names) > 1:
+            raise ConfigError(
+                f"The launchers of this job have started several jobs before: {', '.join(names)}. Pass `job`: one of "
+                "them, or a new name."
+            )
+        self.is_new = not names
+        name = names[0] if names else gather_objects(job_folder.new_job())[0]
+        nodes = Nodes.of(identity for identity, *_ in found)
+        own_folder = run_on_all_ranks(lambda: self._enter(name, key, is_leader=nodes.is_leader(dist.get_rank())))
+        self.place = Place(
+            folder=own_folder, nodes=nodes, messages=HostMessages("mics.snapshots"), rank=dist.get_rank()
+        )
+
+    def _enter(self, name: str, key: str, *, is_leader: bool) -> JobFolder:
+        user_folder = job_folder.user_folder(self._folder)
+        own_folder = JobFolder(user_folder, name)
+        own_folder.name_launcher(key)
+        if is_leader:
+            own_folder.lock()
+            job_folder.remove_left_overs(user_folder, name)
+        return own_folder
+
+    def open(self) -> OpenSnapshot | None:
+        """Open the newest whole snapshot; None if there is none. Collective.
+
+        Rank 0 prints which one it is, with its step and its age. `OpenSnapshot.close` is called when all is read.
+        """
+        snapshot = find_snapshot(self.place)
+        if snapshot is not None:
+            self.report(f"the newest is of step {snapshot.step}, taken {age_of(snapshot.time_s)} ago")
+        else:
+            self.report("there is none: the job is new" if self.is_new else "none is whole")
+        return snapshot
+
+    def report(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.place.rank == 0:
+            print(f"Snapshots of the job {self.place.folder.path.name}: {text}.", flush=True)
+
+
+def _check_every(every: object) -> None:
+    if every != "auto" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigError(f"`every={every!r}` is no number of steps. Use 1 or more, or 'auto'.")
