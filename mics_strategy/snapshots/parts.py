@@ -172,6 +172,9 @@ def whole_snapshot(parts: Mapping[int, Part], nodes_with: Mapping[str, Sequence[
     missing = [rank for rank in range(world_size) if rank not in parts]
     if missing:
         raise CheckpointError(f"no node has the part of rank {', '.join(map(str, missing))}")
+    others = [rank for rank in range(world_size) if parts[rank].manifest != parts[0].manifest]
+    if others:
+        raise CheckpointError(f"it has parts of different runs: rank {others[0]} has not written what rank 0 has")
     whole = WholeSnapshot([parts[rank] for rank in range(world_size)], nodes_with)
     extra = [name for part in whole.parts for name in part.extra if not nodes_with.get(name)]
     if extra:

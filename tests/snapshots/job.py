@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -191,7 +193,8 @@ def train(scenario: Scenario, folder: Path) -> None:
     node = folder / f"node{scenario.nodes_of(attempt)[rank // scenario.ranks_per_node]}"
     node.mkdir(exist_ok=True)
     snapshots = MemorySnapshots(sharded, optimizers, every=scenario.every, job=scenario.job, folder=node)
-    torch.manual_seed(100 + rank)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(100 + rank)
     disk = folder / "disk" if scenario.saves_at else None
     step = snapshots.load({"step": 0}, checkpoints=disk)["step"]
     if rank == 0:
