@@ -193,7 +193,7 @@ def _is_alive(launcher: dict[str, object]) -> bool:
     here = identity_of(int(str(launcher["pid"])))
     if launcher["boot"] != here["boot"]:
         return False
-    return launcher["namespace"] != here["namespace"] or launcher["started"] == here["started"]
+    return launcher["namespace"] != here["namespace"] or launcher["started"] == here["started"] is not None
 
 
 def _try_lock(descriptor: int) -> bool:

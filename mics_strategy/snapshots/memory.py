@@ -146,6 +146,11 @@ class MemorySnapshots:
         self._planned_bytes = 0
         self.cost: SnapshotCost | None = None
 
+    @property
+    def interval(self) -> int:
+        """Steps from the last snapshot to the next one."""
+        return self._interval.due
+
     # -- loading ----------------------------------------------------------------------------------------------
 
     def load(

@@ -228,18 +228,32 @@ def train(scenario: Scenario, folder: Path) -> None:
     (folder / f"end-{rank}").write_bytes(pickle.dumps(state))
 
 
-def launch(scenario: Scenario, folder: Path, *, attempt: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a job under torchrun, with as many restarts as it has deaths."""
+def agent_command(scenario: Scenario, path: Path, *options: str) -> list[str]:
+    """The command of torchrun's agent on one node."""
+    restarts = scenario.num_attempts - 1 if scenario.job is None else 0
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", str(restarts)]
+    return [*command, "--monitor-interval", "0.1", "-m", "tests.snapshots.job", str(path)]
+
+
+def agent_environment(attempt: int = 0) -> dict[str, str]:
+    """The environment of the agent."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ATTEMPT": str(attempt), "PYTHONPATH": str(ROOT)}
+    # With one store for all attempts, torch reads addresses of the processes that died (pytorch #135712, #167288).
+    return environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def write(scenario: Scenario, folder: Path) -> Path:
+    """Write a scenario for ranks that torchrun starts."""
     folder.mkdir(exist_ok=True)
     path = folder / "scenario.json"
     path.write_text(json.dumps(dataclasses.asdict(scenario)))
-    restarts = scenario.num_attempts - 1 if scenario.job is None else 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(scenario.world_size(0)), "--max-restarts", str(restarts), "--monitor-interval", "0.1"]
-    command += ["-m", "tests.snapshots.job", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ATTEMPT": str(attempt), "PYTHONPATH": str(ROOT)}
-    # With one store for all attempts, torch reads addresses of the processes that died (pytorch #135712, #167288).
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return path
+
+
+def launch(scenario: Scenario, folder: Path, *, attempt: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a job under torchrun, with as many restarts as it has deaths."""
+    options = ("--standalone", "--nproc-per-node", str(scenario.world_size(0)))
+    command, environment = agent_command(scenario, write(scenario, folder), *options), agent_environment(attempt)
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
