@@ -38,7 +38,7 @@ from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError
 from mics_strategy.recovery.entering import begin_job, join_job
 from mics_strategy.recovery.joining import Terms, describe
 from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership
-from mics_strategy.recovery.states import RankStates, Sent, Stateful
+from mics_strategy.recovery.states import RankStates, StateBytes, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
 
 _BARRIER_TAG = 1
@@ -149,6 +149,7 @@ class Recovery:
         admission = join_job(address, policy, describe(self._sharded, self._states, policy.block))
         self._membership = admission.membership
         self._agreement, self._is_one_node = admission.agreement, admission.terms.is_one_node
+        self._membership.end_generation()
         try:
             abandon_groups()
             admission.terms.apply(self._sharded)
@@ -212,7 +213,7 @@ class Recovery:
         sent = self._regroup(self._membership.generation)
         self._report(members, " (lost in front of a step)", "no step was interrupted", sent)
 
-    def _report(self, before: list[int], failure: str, step: str, sent: Sent | None) -> None:
+    def _report(self, before: list[int], failure: str, step: str, sent: StateBytes | None) -> None:
         """Print, on the first rank, who was lost, who has joined, and what follows."""
         if dist.get_rank():
             return
@@ -295,7 +296,7 @@ class Recovery:
             return False
         return membership.applications.invite(membership.generation, description)
 
-    def _regroup(self, generation: int) -> Sent | None:
+    def _regroup(self, generation: int) -> StateBytes | None:
         """Make process groups of the members behind a generation. Another rank may be lost meanwhile.
 
         Returns:
@@ -320,7 +321,7 @@ class Recovery:
                     raise
         return sent
 
-    def _bring_states(self, agreement: Agreement) -> Sent:
+    def _bring_states(self, agreement: Agreement) -> StateBytes:
         """Send states to newcomers, or receive them."""
         membership = self._membership
         by_member = sources(agreement.members, agreement.newcomers, membership.policy.block)

@@ -50,27 +50,23 @@ class Terms:
     Attributes:
         is_one_node: Whether the job is one node, of any number of ranks; see `resize`.
         random: Seed and number of the random draws into shards.
-        has_grad_codecs: Whether gradients are still sent with codecs.
         thresholds: Measured thresholds of hierarchical collectives: collective, axes of the span, bytes.
     """
 
     is_one_node: bool
     random: Sequence[int]
-    has_grad_codecs: bool
     thresholds: Sequence[tuple[str, Sequence[Mapping[str, Any]], int]]
 
     @classmethod
     def of(cls, sharded: Sharded, *, is_one_node: bool) -> Terms:
         """The terms of the job in which a model is sharded."""
         groups = sharded.internals.groups
-        codecs, measured = groups.scopes.codecs, groups.scopes.two_stages.measured
         return cls(
             is_one_node=is_one_node,
             random=groups.trainable_placement.random.position,
-            has_grad_codecs=codecs.first_hop is not None or codecs.second_hop is not None,
             thresholds=[
                 (collective, [asdict(axis) for axis in span.axes], from_bytes)
-                for (collective, span), from_bytes in measured
+                for (collective, span), from_bytes in groups.scopes.two_stages.measured
             ],
         )
 
@@ -82,8 +78,6 @@ class Terms:
             for collective, axes, from_bytes in self.thresholds
         }
         groups.scopes = groups.scopes.with_tuning(measured)
-        if not self.has_grad_codecs:
-            groups.scopes, sharded.grad_codec_steps = groups.scopes.without_grad_codecs(), None
         groups.trainable_placement.random.move_to((self.random[0], self.random[1]))
 
 

@@ -96,7 +96,7 @@ class Membership:
         commits: Attempts that this process has committed; `NO_STATES` for a newcomer without states.
         policy: See `Args`.
         store: Store of the process groups of this generation, once it has begun.
-        has_failed: Whether a collective of this generation has failed on any process.
+        has_failed: Whether a collective of this generation has failed on any process, or all have ended.
         applications: Applications to join, which the first member answers.
     """
 
@@ -161,6 +161,11 @@ class Membership:
                     self._store.set(f"failed/{generation}", "")
                 cancel_collectives()
 
+    def end_generation(self) -> None:
+        """Let nobody cancel collectives of this generation any more: none is in flight, and groups are destroyed."""
+        with self._failing:
+            self.has_failed = True
+
     def fails_soon(self) -> bool:
         """Whether a collective has failed, or does within two heartbeats, which a death takes to be noticed."""
         deadline_s = time.monotonic() + 2 * BEAT_S
@@ -221,13 +226,15 @@ class Membership:
             The time until each other process has noticed the failure, or was silent for `lost_after_s`.
         """
         try:
-            return self._agree(for_newcomers)
+            agreement = self._agree(for_newcomers)
         except dist.DistError as error:
             raise CommunicationError(
                 f"A rank was lost, and so was the store of the job, without which the others cannot agree ({error}). "
                 "Start the job again from its newest checkpoint. The launcher of torchrun keeps the store apart from "
                 "the ranks; in a script that starts its ranks itself, rank 0 has it."
             ) from error
+        self.end_generation()
+        return agreement
 
     def _agree(self, for_newcomers: bool) -> Agreement:
         key, arrival = f"members/{self.generation}", json.dumps([self.commits, for_newcomers])

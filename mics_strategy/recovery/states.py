@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class StateBytes:
     """What was sent to newcomers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sent:
     text_bytes: int
 
     @classmethod
-    def total(cls, parts: Iterable[Sent]) -> Sent:
+    def total(cls, parts: Iterable[StateBytes]) -> StateBytes:
         """The sum of several."""
         return cls(*(sum(column) for column in zip((0, 0, 0), *map(astuple, parts), strict=True)))
 
@@ -121,7 +121,7 @@ class RankStates:
                 described[f"options {of_group}"] = ", ".join(sorted(name for name in group if name != _PARAMS))
         return described
 
-    def transfer(self, sources: Mapping[int, int]) -> Sent:
+    def transfer(self, sources: Mapping[int, int]) -> StateBytes:
         """Send states to newcomers, or receive them, in new process groups.
 
         Args:
@@ -141,9 +141,9 @@ class RankStates:
         sent = [self._send(target) for target, source in sources.items() if source == rank]
         if rank in sources:
             self._receive(sources[rank])
-        return Sent.total(sent)
+        return StateBytes.total(sent)
 
-    def settle(self, sent: Sent, sources: Mapping[int, int], number: int) -> Sent:
+    def settle(self, sent: StateBytes, sources: Mapping[int, int], number: int) -> StateBytes:
         """Wait until all newcomers have their states, and set their generators. Collective over all ranks of the job.
 
         Args:
@@ -163,9 +163,9 @@ class RankStates:
         by_rank = gather_objects((sent, digest), "Recovery")
         if is_newcomer and len({digest for _, digest in by_rank if digest is not None}) > 1:
             torch.manual_seed(zlib.crc32(state, number))
-        return Sent.total(of_rank for of_rank, _ in by_rank)
+        return StateBytes.total(of_rank for of_rank, _ in by_rank)
 
-    def _send(self, target: int) -> Sent:
+    def _send(self, target: int) -> StateBytes:
         """Send this rank's states."""
         states = self.encode()
         transport, index = self._link_to(target)
@@ -177,7 +177,7 @@ class RankStates:
 
         text = torch.frombuffer(bytearray(states.text.encode()), dtype=torch.uint8)
         text_bytes = sum(map(send, (torch.tensor([len(text)]), text, torch.get_rng_state())))
-        return Sent(states.num_bytes, sum(send(as_bytes(tensor)) for tensor in states.tensors), text_bytes)
+        return StateBytes(states.num_bytes, sum(send(as_bytes(tensor)) for tensor in states.tensors), text_bytes)
 
     def _receive(self, source: int) -> None:
         """Receive the states of a rank, and take them over, with the state of its generator."""

@@ -77,15 +77,18 @@ def check_recoverable(config: ShardConfig, scopes: Scopes, *, allows_one_copy: b
         ConfigError: It cannot. The error says why.
     """
     asked = "`Recovery` continues with the copies of the states that other ranks have"
-    if scopes.world_size == block_size(scopes) and not allows_one_copy:
+    has_one_copy = scopes.world_size == block_size(scopes)
+    if has_one_copy and not allows_one_copy:
         raise ConfigError(
             f"{asked}, and this job has one: optimizer states are sharded over {scopes.optimizer} of its "
             f"{scopes.world_size} ranks, and {scopes.ranks_per_node} are a node. Use a smaller `partition_size`, more "
             "nodes, or checkpoints and a restart; or `allows_one_copy=True`, if more nodes will join."
         )
     degrees = (config.partition_size, config.params, config.grads, config.optimizer, config.secondary_params)
+    codecs = (scopes.codecs.params, scopes.codecs.first_hop, scopes.codecs.second_hop)
     problems = {
-        "a scope of 'world' is another one with more ranks": "world" in degrees and allows_one_copy,
+        "a scope of 'world' is another one with more ranks": has_one_copy and "world" in degrees,
+        "codecs align parameters in another way where there are more nodes": has_one_copy and codecs != (None,) * 3,
         "`optimizer_layout='tensors'` sends in the middle of an optimizer's step": config.optimizer_layout == "tensors"
         and scopes.optimizer > 1,
         "`outer_every` lets islands have different values": config.outer_every > 0,

@@ -16,7 +16,7 @@ from mics_strategy.recovery.survivors import sources
 from tests.ranks import RankContext, RankPool
 
 DESCRIPTION = {"ranks of a block": "2", "`prefetch`": "1"}
-TERMS = Terms(is_one_node=False, random=[3, 4], has_grad_codecs=True, thresholds=[])
+TERMS = Terms(is_one_node=False, random=[3, 4], thresholds=[])
 
 
 def test_an_application_that_fits_is_invited_until_it_is_answered() -> None:

@@ -71,6 +71,25 @@ def test_a_job_that_cannot_be_recovered_is_refused(preset: str, fields: dict[str
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("preset", "fields", "words"),
+    [
+        ("zero3", {}, "a scope of 'world' is another one with more ranks"),
+        ("mics", {"grad_codec": "int8"}, "codecs align parameters in another way where there are more nodes"),
+    ],
+)
+def test_a_job_of_one_copy_that_cannot_grow_is_refused(preset: str, fields: dict[str, Any], words: str) -> None:
+    config, scopes = ShardConfig.preset(preset, **fields), scopes_of(preset, 2, 2, **fields)
+    with pytest.raises(ConfigError, match=words):
+        check_recoverable(config, scopes, allows_one_copy=True)
+    check_recoverable(ShardConfig.preset("mics"), scopes_of("mics", 2, 2), allows_one_copy=True)
+
+
+def test_nodes_stay_nodes_and_one_node_stays_one() -> None:
+    assert resize(scopes_of("mics", 2, 2), 6, is_one_node=False) == scopes_of("mics", 6, 2)
+    assert resize(scopes_of("ddp", 3, 3), 5, is_one_node=True) == scopes_of("ddp", 5, 5)
+
+
 def refusals(ctx: RankContext) -> list[str]:
     """What `Recovery` refuses in a job, and in a step."""
     model = nn.Linear(4, 4)
