@@ -200,7 +200,7 @@ class Recovery:
             members = self._membership.members
             self._regroup(self._membership.generation)
             step = "counts" if attempt.completed else "is run again"
-            self._report(members, f" ({failure})", f"the step {step}", None)
+            self._report(members, failure, f"the step {step}", None)
             if not attempt.completed:
                 torch.set_rng_state(random_state)
                 self._buffers.restore()
@@ -211,7 +211,7 @@ class Recovery:
         self._agreement = self._membership.agree(for_newcomers=True)
         abandon_groups()
         sent = self._regroup(self._membership.generation)
-        self._report(members, " (lost in front of a step)", "no step was interrupted", sent)
+        self._report(members, "in front of a step, as others joined", "no step was interrupted", sent)
 
     def _report(self, before: list[int], failure: str, step: str, sent: StateBytes | None) -> None:
         """Print, on the first rank, who was lost, who has joined, and what follows."""
@@ -219,15 +219,14 @@ class Recovery:
             return
         gone = ", ".join(str(number) for number in before if number not in self._membership.members)
         new = ", ".join(str(number) for number in self._membership.members if number not in before)
-        joined = ""
+        changes = [f"processes {gone} are gone ({failure})"] if gone else []
         if new and sent is not None:
-            joined = (
+            changes.append(
                 f"processes {new} have joined, and got {sent.tensor_bytes} bytes of states (planned: "
                 f"{sent.planned_bytes}) and {sent.text_bytes} bytes of names and numbers"
             )
-        left = "" if joined and not gone else f"processes {gone or 'none'} are gone{failure}"
-        changes = ", ".join(change for change in (left, joined) if change)
-        print(f"`Recovery`: {changes}. {dist.get_world_size()} ranks continue; {step}.", flush=True)
+        text = ", ".join(changes) or f"no process is gone ({failure})"
+        print(f"`Recovery`: {text}. {dist.get_world_size()} ranks continue; {step}.", flush=True)
 
     def close(self) -> None:
         """End the watch over other processes. Call it when the training has ended."""

@@ -54,7 +54,9 @@ def check_case(case: Case, results: dict[str, dict[int, Any]]) -> None:
     assert ranks == sorted(ranks) or case.scenario.joins
     for number in case.survivors:
         result, expected = job[number], reference[job[number]["rank"]]
-        for step in range(case.continues_at, case.scenario.num_steps):
+        first = min(result["losses"])  # of a newcomer: that in front of which it has joined
+        assert first == 0 or number >= case.scenario.world_size
+        for step in range(max(first, case.continues_at), case.scenario.num_steps):
             assert result["losses"][step] == expected["losses"][step], (number, step)
             assert result["sizes"][step] == len(case.survivors)
         assert result["steps_done"] == case.scenario.num_steps
