@@ -238,7 +238,7 @@ class Reducer:
                     self.second_hops.wait(grad_bucket)  # that of an earlier backward, which was also a boundary
                     for due in self.second_hops.take_turns(grad_bucket):
                         self.second_hops.start(due, chains[-1:])
-            self.finish_first_hops(but=int(self.overlap_reduce))  # whose staging buffer the next one does not need yet
+            self.finish_first_hops(but=int(self.overlap_reduce))  # the next one does not need the newest's buffer yet
 
     def finish_first_hops(self, *, but: int = 0) -> None:
         """Wait for all first hops but the newest ones, on the current stream.
