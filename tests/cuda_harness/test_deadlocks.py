@@ -84,6 +84,31 @@ def _check(machines: list[Machine]) -> None:
     assert [machine.works.num_in_flight for machine in machines] == [0] * RANKS
 
 
+def _island_job(ctx: RankContext, machine: Machine, preset: str, options: dict[str, Any]) -> None:
+    training = start(machine, config_of(preset, ranks_per_node=PER_NODE, **options), rank=ctx.rank)
+    training.micro_steps = 1
+    for _ in range(6):
+        training.step()
+
+
+@pytest.mark.parametrize("preset", ["mics", "ddp", "paro-nii"])
+@pytest.mark.parametrize(
+    "options",
+    [{"outer_delay": 1}, {"outer_delay": 1, "outer_fragments": 2, "outer_codec": "int8"}],
+    ids=["delay", "fragments"],
+)
+def test_islands_step_under_an_outer_step_in_flight(preset: str, options: dict[str, Any]) -> None:
+    """It takes the room of the second hop between nodes, which islands of one node do not have."""
+    fields = {"outer_every": 2, **options}
+    machines = simulate_gpus(RANKS, _island_job, preset, fields, ranks_per_node=PER_NODE)[0]
+    launches = [machine.launches for machine in machines]
+    assert find_mismatch(launches) == ""
+    assert find_circle(launches) == []
+    assert max(map(most_at_once, launches)) <= MOST_AT_ONCE
+    assert [find_stall(launches, MOST_AT_ONCE, Random(seed)) for seed in range(3)] == [[]] * 3
+    assert [machine.races for machine in machines] == [[]] * RANKS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_goes_on_where_three_collectives_have_room(preset: str) -> None:
