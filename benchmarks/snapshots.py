@@ -40,9 +40,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # of each rank, which plays a node
         snapshots = MemorySnapshots(sharded, [optimizer], folder=folder)
-        for _ in range(3):  # the first allocates, the second measures, and the third's interval is that of the second
-            while not snapshots.count_step():
+        for _ in range(3):  # the first allocates
+            for _ in range(5):
                 step()
+                snapshots.count_step()
             snapshots.take({"step": 1})
             snapshots.finish()
         every = args.every or snapshots.interval

@@ -130,15 +130,8 @@ def save_checkpoint(
         Disk: with error feedback also every rank's residuals. If asynchronous, host memory for a copy of what this rank
         writes, which is used again: about 1 / world_size of the state, and the values of quantized states.
     """
-    finish_saves(sharded)
-    check_same_step(sharded)
-    sharded.buffers.synchronize()
-    check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     host = _host_memory.setdefault(sharded, HostCopyPool()) if asynchronous else None
-    planner = run_saving(lambda: make_planner(sharded, optimizers, model_state, host))
-    whole = whole_tensors(lambda: dict(extra or {}))
-    whole = run_saving(lambda: _copy_extra(whole, asynchronous))
-    check_replica_counts(planner, sharded.internals)
+    planner, whole = plan_save(sharded, optimizers, extra, model_state=model_state, host=host)
     draft, target = begin(path)
     job = _SaveJob(
         draft=draft,
@@ -158,6 +151,39 @@ def save_checkpoint(
         pending.run(job.write)
         pending.wait()
     return pending
+
+
+def plan_save(
+    sharded: Sharded,
+    optimizers: Optimizers,
+    extra: Mapping[str, Any] | None,
+    *,
+    model_state: Mapping[str, Any] | None,
+    host: HostCopyPool | None,
+    writers: Callable[[ReplicaId], ReplicaId] = lambda replica: replica,
+) -> tuple[ShardedSavePlanner, Mapping[str, Any]]:
+    """Agree on what is saved, and copy it if `host` is given. Collective; a pending save is waited for first.
+
+    Args:
+        sharded: Model.
+        optimizers: See `save_checkpoint`.
+        extra: See `save_checkpoint`.
+        model_state: See `save_checkpoint`.
+        host: See `ShardedSavePlanner`.
+        writers: See `ShardedSavePlanner`.
+
+    Returns:
+        What this rank writes, and the extra state of rank 0 with whole tensors.
+    """
+    finish_saves(sharded)
+    check_same_step(sharded)
+    sharded.buffers.synchronize()
+    check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
+    planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, host, writers))
+    whole = whole_tensors(lambda: dict(extra or {}))
+    whole = _on_all_ranks(lambda: _copy_extra(whole, host is not None))
+    check_replica_counts(planner, sharded.internals)
+    return planner, whole
 
 
 def finish_saves(sharded: Sharded) -> None:
@@ -206,7 +232,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
         final_path = atomic.real(path)
         return atomic.begin_draft(final_path), final_path
 
-    made = gather_objects(run_saving(lambda: on_rank_0() if rank == 0 else None))[0]
+    made = gather_objects(_on_all_ranks(lambda: on_rank_0() if rank == 0 else None))[0]
     if made is None:
         raise CheckpointError("Rank 0 made no draft. This is a bug in mics_strategy; please report it.")
 
@@ -231,7 +257,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     return draft, target
 
 
-def run_saving(action: Callable[[], T]) -> T:
+def _on_all_ranks(action: Callable[[], T]) -> T:
     """`run_on_all_ranks`, with every failure converted to a `CheckpointError`."""
 
     def attempt() -> T:
@@ -245,22 +271,13 @@ def run_saving(action: Callable[[], T]) -> T:
     return run_on_all_ranks(attempt)
 
 
-def make_planner(
+def _make_planner(
     sharded: Sharded,
     optimizers: Optimizers,
     model_state: Mapping[str, Any] | None,
     host: HostCopyPool | None,
-    writers: Callable[[ReplicaId], ReplicaId] = lambda replica: replica,
+    writers: Callable[[ReplicaId], ReplicaId],
 ) -> ShardedSavePlanner:
-    """Plan what this rank writes of model, optimizers and random states.
-
-    Args:
-        sharded: Model.
-        optimizers: Optimizers, in order or by key.
-        model_state: State dict that replaces the model's own; None for that.
-        host: See `ShardedSavePlanner`.
-        writers: See `ShardedSavePlanner`.
-    """
     sharded.internals.target.show_committed()
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed

@@ -97,6 +97,10 @@ class TrainerSnapshotMixin:
         """Optimizers with parameters."""
         raise NotImplementedError
 
+    def request_recovery(self, recovery: str | Mapping[str, Any]) -> None:
+        """Set what this strategy does for the case that all ranks die; see `RecoveryOptions.of`."""
+        self._recovery = RecoveryOptions.of(recovery)
+
     def find_snapshot(self) -> None:
         """Let this fit continue from the newest whole snapshot, if there is one. Collective."""
         if not self._recovery.has_snapshots or self._trainer.state.fn != self.framework.fitting:

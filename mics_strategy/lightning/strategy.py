@@ -43,7 +43,6 @@ from mics_strategy.lightning.modules import (
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.registration import make_strategy_class
-from mics_strategy.lightning.snapshots import RecoveryOptions
 from mics_strategy.mixed_precision import apply_mixed_precision
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
@@ -124,7 +123,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             precision_plugin=precision_plugin,
         )
         self.config = ShardConfig.of(config, **overrides)
-        self._recovery = RecoveryOptions.of(recovery)
+        self.request_recovery(recovery)
         self._units = units
         self._initializer = initializer
         self._num_nodes = 1

@@ -21,14 +21,14 @@ from mics_strategy.comm.work import BackendWork
 from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.nodes import Nodes
 from mics_strategy.snapshots.parts import part_from, report_name
-from mics_strategy.snapshots.private_files import read_private, write_private
+from mics_strategy.snapshots.user_files import read_private, write_private
 
 _CHUNK_BYTES = 4 << 20
 _TAG = 1
 
 
 @dataclass(slots=True)
-class _Incoming:
+class _WardFiles:
     """Files of a ward on their way.
 
     Attributes:
@@ -88,7 +88,7 @@ class BuddyExchange:
         """Fail the exchange in flight, on this rank and those that exchange with it."""
         self._messages.cancel()
 
-    def _exchange_reports(self, report: bytes) -> list[_Incoming]:
+    def _exchange_reports(self, report: bytes) -> list[_WardFiles]:
         texts = [report] if self._buddy is not None else []
         sizes = self._exchange_tensors([torch.tensor([len(text)]) for text in texts], [1] * len(self._wards))
         received = self._exchange_tensors(
@@ -122,16 +122,16 @@ class BuddyExchange:
         return bool(works)
 
 
-def _incoming(rank: int, report: bytes) -> _Incoming:
+def _incoming(rank: int, report: bytes) -> _WardFiles:
     part = part_from(report.decode(errors="replace"), f"report of rank {rank}")
     sizes = {name: entry.num_bytes for name, entry in sorted(part.sole_files.items())}
     foreign = [name for name in sizes if "/" in name or not name.startswith((f"__{rank}_", f"extra-{rank}."))]
     if part.rank != rank or foreign:
         raise CheckpointError(f"Rank {rank} sends {foreign or json.dumps(part.rank)} as its part of a snapshot.")
-    return _Incoming(rank, report, sizes)
+    return _WardFiles(rank, report, sizes)
 
 
-def _places(ward: _Incoming, folder: Path, stack: ExitStack) -> Iterator[tuple[BinaryIO, int]]:
+def _places(ward: _WardFiles, folder: Path, stack: ExitStack) -> Iterator[tuple[BinaryIO, int]]:
     """The file of each chunk of a ward, and the chunk's bytes."""
     for name, size in ward.sizes.items():
         path = folder / name

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from mics_strategy.checkpoint.claims import identity_of
 from mics_strategy.errors import CheckpointError, ConfigError
-from mics_strategy.snapshots.private_files import (
+from mics_strategy.snapshots.user_files import (
     check_private_folder,
     make_private_folder,
     read_private,

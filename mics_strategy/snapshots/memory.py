@@ -21,20 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mics_strategy.checkpoint.islands import check_same_step
 from mics_strategy.checkpoint.load import load_newest_checkpoint
-from mics_strategy.checkpoint.save import PendingSave, finish_saves, make_planner, manifest_of, run_saving
-from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
+from mics_strategy.checkpoint.save import PendingSave, finish_saves, manifest_of, plan_save
+from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner
 from mics_strategy.checkpoint.shard_report import StoreChannel
 from mics_strategy.checkpoint.state import Optimizers, ReplicaId
-from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.buddy import BuddyExchange
 from mics_strategy.snapshots.job import SnapshotJob
 from mics_strategy.snapshots.open_snapshot import age_of, newest_on_disk
-from mics_strategy.snapshots.private_files import make_private_folder
+from mics_strategy.snapshots.user_files import make_private_folder
 from mics_strategy.snapshots.write import SnapshotWriter
 
 SHARE_OF_TIME = 0.01  # that copies may take of a training with `every="auto"`
@@ -227,13 +225,14 @@ class MemorySnapshots:
         begin_s = time.monotonic()
         step_s = (begin_s - self._interval.begin_s) / max(1, self._interval.steps)
         self.finish()
-        check_same_step(self._sharded)
-        self._sharded.buffers.synchronize()
-        planner = run_saving(
-            lambda: make_planner(self._sharded, self._optimizers, model_state, self._host, self._writers)
+        planner, whole = plan_save(
+            self._sharded,
+            self._optimizers,
+            extra,
+            model_state=model_state,
+            host=self._host,
+            writers=self._writers,
         )
-        whole = whole_tensors(lambda: dict(extra or {}))
-        check_replica_counts(planner, self._sharded.internals)
         background_s = 0.0 if self.cost is None else self.cost.background_s
         self._copy_s = time.monotonic() - begin_s
         seconds = gather_objects((self._copy_s, background_s, step_s), "MemorySnapshots.take")

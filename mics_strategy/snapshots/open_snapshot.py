@@ -26,7 +26,7 @@ from mics_strategy.snapshots.job_folder import JobFolder
 from mics_strategy.snapshots.nodes import Nodes
 from mics_strategy.snapshots.parts import Part, WholeSnapshot, part_from, report_name, whole_snapshot
 from mics_strategy.snapshots.pieces import PieceExchange, PieceReader
-from mics_strategy.snapshots.private_files import open_private, read_private
+from mics_strategy.snapshots.user_files import open_private, read_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

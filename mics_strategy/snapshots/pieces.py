@@ -24,7 +24,7 @@ from mics_strategy.checkpoint.safe_reader import SafeReader
 from mics_strategy.comm.host_messages import HostMessages
 from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.nodes import Nodes
-from mics_strategy.snapshots.private_files import open_private
+from mics_strategy.snapshots.user_files import open_private
 
 _REQUEST_TAG, _PIECE_TAG = 2, 3
 _END, _PIECE = 0, 1  # kinds of requests

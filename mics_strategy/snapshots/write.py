@@ -24,7 +24,7 @@ from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.buddy import BuddyExchange
 from mics_strategy.snapshots.open_snapshot import read_extra
 from mics_strategy.snapshots.parts import SHARED, SOLE, Part, extra_name, report_name
-from mics_strategy.snapshots.private_files import write_private
+from mics_strategy.snapshots.user_files import write_private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mics_strategy import MemorySnapshots, ShardConfig, Topology, save_checkpoint, shard
 from mics_strategy.comm.host_messages import HostMessages
@@ -217,15 +218,27 @@ def train(scenario: Scenario, folder: Path) -> None:
         if step == scenario.saves_at:
             save_checkpoint(folder / "disk" / "saved", sharded, optimizers, {"step": step})
         killer.strike("step")
-    state = {
-        "model": sharded.full_state_dict(),
-        "optimizers": [sharded.full_optimizer_state_dict(optimizer) for optimizer in optimizers],
-    }
+    state: dict[str, Any] = {"states": dict(local_states(model, optimizers))}
     snapshots.finish()
     cost = snapshots.cost
     snapshots.close()
     state["cost"] = None if cost is None else dataclasses.asdict(cost)
     (folder / f"end-{rank}").write_bytes(pickle.dumps(state))
+
+
+def local_states(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, bytes]]:
+    """This rank's parts of all parameters and states, by name."""
+    for name, parameter in model.named_parameters():
+        yield name, local_bytes(parameter)
+        for number, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"{number}.{name}.{key}", local_bytes(value)
+
+
+def local_bytes(value: Any) -> bytes:
+    """The local part of a tensor."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return bytes(local.detach().contiguous().view(-1).numpy().tobytes())
 
 
 def agent_command(scenario: Scenario, path: Path, *options: str) -> list[str]:
@@ -270,7 +283,7 @@ def run_all(scenarios: Iterable[Scenario], folder: Path) -> None:
     (folder / "scenarios.json").write_text(json.dumps([dataclasses.asdict(scenario) for scenario in found]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.snapshots.job", str(folder)]
-    timeout_s = 60.0 + TIMEOUT_S * len(found) / 4
+    timeout_s = TIMEOUT_S * (1 + len(found) / 2)
     child = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

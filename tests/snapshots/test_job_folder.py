@@ -15,7 +15,7 @@ from mics_strategy import CheckpointError
 from mics_strategy.checkpoint.claims import identity_of
 from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.job_folder import JobFolder, known_job, launcher_key, remove_left_overs, user_folder
-from mics_strategy.snapshots.private_files import open_private, read_private, write_private
+from mics_strategy.snapshots.user_files import open_private, read_private, write_private
 
 
 @pytest.fixture
