@@ -46,7 +46,8 @@ def main() -> None:
                 snapshots.count_step()
             snapshots.take({"step": 1})
             snapshots.finish()
-        every = args.every or snapshots.interval
+        automatic = snapshots.interval
+        every = args.every or automatic
 
         def window_s(*, has_snapshot: bool) -> float:
             dist.barrier()
@@ -66,7 +67,7 @@ def main() -> None:
         ratios = sorted(with_s / without_s for with_s, without_s in pairs)
         low, median, high = (ratios[len(ratios) * quarter // 4] for quarter in (1, 2, 3))
         step_ms = 1e3 * statistics.median(pair[1] for pair in pairs) / every
-        print(f"a step takes {step_ms:.1f} ms; a snapshot every {every} steps ({snapshots.interval} with 'auto')")
+        print(f"a step takes {step_ms:.1f} ms; a snapshot every {every} steps ({automatic} with 'auto')")
         print(f"a snapshot: {cost}")
         print(f"ratio in {len(pairs)} pairs of windows: median {median:.3f}, quartiles {low:.3f} to {high:.3f}")
     dist.destroy_process_group()

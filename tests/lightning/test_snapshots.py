@@ -9,7 +9,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mics_strategy import ConfigError
+from mics_strategy import ConfigError, MemorySnapshots
+from tests.lightning.fabric_runs import launched, values
+from tests.lightning.fabric_runs import mics as fabric_mics
 from tests.lightning.modules import Regression
 from tests.lightning.runs import mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
@@ -92,3 +94,41 @@ def test_a_fit_continues_as_from_its_own_checkpoint(ranks: RankPool, tmp_path: P
 def test_another_recovery_is_refused(recovery: Any) -> None:
     with pytest.raises(ConfigError, match=r"recovery=.*'memory'.*every"):
         mics("mics", recovery=recovery)
+
+
+def fabric_steps(
+    ctx: RankContext, folder: str, job: str, stop_at: int
+) -> tuple[list[tuple[int, float]], dict[str, Tensor]]:
+    """Steps of a loop with Fabric, until one; the snapshots stay where it is not the last."""
+    torch.manual_seed(3)
+    fabric = launched(ctx, fabric_mics("zero3", units=[nn.Linear]))
+    model, optimizer = fabric.setup(*with_adamw(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))))
+    handle = fabric.strategy.sharded_of(model)
+    snapshots = MemorySnapshots(handle, [optimizer.optimizer], every=4, job=job, folder=folder)
+    step, seen = snapshots.load({"step": 0})["step"], []
+    while step < stop_at:
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+        loss = model(batch).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((step, loss.item()))
+        step += 1
+        snapshots.after_step({"step": step})
+    snapshots.close(keep=stop_at < 8)
+    return seen, values(model)
+
+
+def with_adamw(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def fabric_dies_and_continues(ctx: RankContext, folder: str) -> Any:
+    return [fabric_steps(ctx, folder, job, stop_at) for job, stop_at in (("whole", 8), ("dies", 6), ("dies", 8))]
+
+
+def test_a_loop_with_fabric_continues(ranks: RankPool, tmp_path: Path) -> None:
+    for whole_run, _, continued in run(ranks, 2, fabric_dies_and_continues, str(tmp_path)):
+        assert [step for step, _ in continued[0]] == [4, 5, 6, 7]
+        assert continued[0] == whole_run[0][4:]
+        assert all(torch.equal(continued[1][name], value) for name, value in whole_run[1].items())
