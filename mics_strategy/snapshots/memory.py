@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mics_strategy.checkpoint.load import load_newest_checkpoint
+from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, manifest_of, plan_save
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner
 from mics_strategy.checkpoint.shard_report import StoreChannel
@@ -31,7 +31,7 @@ from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
 from mics_strategy.snapshots.buddy import BuddyExchange
 from mics_strategy.snapshots.job import SnapshotJob
-from mics_strategy.snapshots.open_snapshot import age_of, newest_on_disk
+from mics_strategy.snapshots.open_snapshot import age_of, later_checkpoint
 from mics_strategy.snapshots.user_files import make_private_folder
 from mics_strategy.snapshots.write import SnapshotWriter
 
@@ -170,20 +170,21 @@ class MemorySnapshots:
         """
         self.finish()
         self._sharded.internals.groups.agree_on(None, "MemorySnapshots.load (call it on every rank)")
-        snapshot, on_disk = self._job.open(), newest_on_disk(checkpoints)
+        snapshot = self._job.open()
         try:
-            if snapshot is not None and (on_disk is None or on_disk[1] <= snapshot.step):
+            path = later_checkpoint(checkpoints, -1 if snapshot is None else snapshot.step)
+            if path is None and snapshot is not None:
                 snapshot.load(self._sharded, self._optimizers)
                 self._job.report(f"continue from step {snapshot.step}")
                 return snapshot.extra
         finally:
             if snapshot is not None:
                 snapshot.close()
-        if on_disk is None or checkpoints is None:
+        if path is None:
             return dict(default or {})
-        self._job.report(f"continue from the checkpoint of step {on_disk[1]}, saved {age_of(on_disk[2])} ago")
-        extra = load_newest_checkpoint(checkpoints, self._sharded, self._optimizers)
-        return dict(default or {}) if extra is None else extra
+        extra = load_checkpoint(path, self._sharded, self._optimizers)
+        self._job.report(f"continue from the checkpoint of step {self._sharded.steps_done}, saved {age_of(path)} ago")
+        return extra
 
     # -- taking -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from mics_strategy.checkpoint import atomic
-from mics_strategy.checkpoint.load import OpenCheckpoint
+from mics_strategy.checkpoint.load import OpenCheckpoint, newest_checkpoint
 from mics_strategy.checkpoint.manifest import NAME as MANIFEST
 from mics_strategy.checkpoint.manifest import FileEntry
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
@@ -197,24 +198,44 @@ def _is_intact(folder: Path, name: str, entry: FileEntry) -> bool:
     return is_same
 
 
-def age_of(time_s: float) -> str:
-    """How long ago a snapshot or a checkpoint was saved, for messages."""
+def age_of(saved: float | Path) -> str:
+    """How long ago a snapshot or a checkpoint was saved, for messages.
+
+    Args:
+        saved: Seconds since the epoch, or the path of a checkpoint.
+    """
+    time_s = (saved / MANIFEST).stat().st_mtime if isinstance(saved, Path) else saved
     seconds = max(0.0, time.time() - time_s)
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def newest_on_disk(folder: str | os.PathLike[str] | None) -> tuple[Path, int, float] | None:
-    """Path, step and time of the newest checkpoint of a folder, not verified. Collective; rank 0's view counts."""
+def later_checkpoint(folder: str | os.PathLike[str] | None, step: int) -> Path | None:
+    """The newest intact checkpoint of a folder, if it is of a later step. Collective.
 
-    def find() -> tuple[Path, int, float] | None:
-        if folder is None or dist.get_rank() != 0:
-            return None
-        for path in atomic.newest_first(Path(folder)):
-            try:
-                step = atomic.read_manifest(path).step
-            except CheckpointError:
-                continue  # `newest_checkpoint` names it
-            return path, step, (path / MANIFEST).stat().st_mtime
+    Args:
+        folder: Folder of checkpoints; None for no checkpoint.
+        step: Step of a snapshot; -1 without one. Files are read only for what may be later.
+
+    Raises:
+        CheckpointError: There is no snapshot, and all checkpoints are damaged.
+    """
+    if folder is None or gather_objects(_newest_step(Path(folder)) if dist.get_rank() == 0 else 0)[0] <= step:
         return None
+    try:
+        path = newest_checkpoint(folder)
+    except CheckpointError as error:
+        if step < 0:
+            raise
+        if dist.get_rank() == 0:
+            print(f"Skipped: {error}", flush=True)
+        return None
+    return path if path is not None and atomic.read_manifest(path).step > step else None
 
-    return gather_objects(run_on_all_ranks(find))[0]
+
+def _newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint of a folder, or above all steps if that cannot be read; -1 without one."""
+    paths = atomic.newest_first(folder)
+    try:
+        return atomic.read_manifest(paths[0]).step if paths else -1
+    except CheckpointError:
+        return sys.maxsize  # `newest_checkpoint` names it

@@ -92,6 +92,7 @@ def take_and_lose(ctx: RankContext, folder: str, preset: str, lost: int | None) 
     }
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("lost", [None, 0, 1])
 @pytest.mark.parametrize("preset", ["zero3", "mics"])
 def test_a_lost_node_loses_nothing(ranks: RankPool, tmp_path: Path, preset: str, lost: int | None) -> None:
@@ -165,6 +166,7 @@ def damage(node: Path, kind: str) -> None:
             path.unlink()
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("kind", ["a bit", "the end", "a link", "a mode", "a pipe", "all of it"])
 def test_a_damaged_snapshot_is_not_read(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     assert ranks(WORLD_SIZE, damage_and_load, str(tmp_path), kind) == [1] * WORLD_SIZE
@@ -188,11 +190,13 @@ def keep_and_load(ctx: RankContext, folder: str) -> int:
     return int(found)
 
 
-def choose(ctx: RankContext, folder: str, saved_step: int) -> tuple[int, int]:
+def choose(ctx: RankContext, folder: str, saved_step: int, *, is_damaged: bool = False) -> tuple[int, int]:
     """A checkpoint on the disk beside a snapshot of step 3."""
     sharded, optimizer = training("mics")
     sharded.steps_done = saved_step
     save_checkpoint(Path(folder, "disk", "saved"), sharded, [optimizer], {"step": saved_step})
+    if is_damaged and ctx.rank == 0:
+        Path(folder, "disk", "saved", ".metadata").write_bytes(b"")
     sharded.steps_done = 3
     snapshots = snapshots_of(ctx, folder, sharded, optimizer)
     snapshots.take({"step": 3})
@@ -207,6 +211,14 @@ def test_the_later_of_snapshot_and_checkpoint_counts(
     ranks: RankPool, tmp_path: Path, saved: int, expected: int
 ) -> None:
     assert ranks(2, choose, str(tmp_path), saved) == [(expected, expected)] * 2
+
+
+def choose_beside_a_damaged_one(ctx: RankContext, folder: str) -> tuple[int, int]:
+    return choose(ctx, folder, 4, is_damaged=True)
+
+
+def test_a_snapshot_counts_where_a_later_checkpoint_is_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, choose_beside_a_damaged_one, str(tmp_path)) == [(3, 3)] * 2
 
 
 def other_job(ctx: RankContext, folder: str) -> Any:
