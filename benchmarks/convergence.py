@@ -80,7 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "outer-30-mean": {**_ISLANDS, "outer_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
     "outer-30-warm": {**_ISLANDS, "outer_every": 30},
     "outer-30-warm-delay": {**_ISLANDS, "outer_every": 30, "outer_delay": 5},
-    "outer-30-warm-delay-drop": {**_ISLANDS, "outer_every": 30, "outer_delay": 5, "outer_alpha": 0.0},
+    "outer-30-warm-delay-half": {**_ISLANDS, "outer_every": 30, "outer_delay": 5, "outer_alpha": 0.5},
     "outer-30-warm-fragments": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3},
     "outer-30-warm-both": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3, "outer_delay": 5},
     "outer-30-warm-both-int4": {

@@ -205,7 +205,7 @@ class ShardConfig:
     outer_momentum: float = 0.5
     outer_fragments: int = 1
     outer_delay: int = 0
-    outer_alpha: float = 0.5
+    outer_alpha: float = 0.0
     outer_codec: str | Codec | Mapping[str, Any] = "none"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _NUMBERS = {  # the least value of a field, the value that it stays below, its default, and what is allowed
     "outer_lr": (math.ulp(0.0), math.inf, 0.7, "a positive number"),
     "outer_momentum": (0.0, 1.0, 0.5, "a number from 0 to below 1"),
-    "outer_alpha": (0.0, 1.0, 0.5, "a number from 0 to below 1"),
+    "outer_alpha": (0.0, 1.0, 0.0, "a number from 0 to below 1"),
 }
 OUTER_NUMBERS = tuple(_NUMBERS)
 

@@ -54,7 +54,9 @@ class Rounds:
     def fields(self) -> dict[str, Any]:
         """Fields of a `ShardConfig`."""
         fields = {"outer_every": self.every, "outer_lr": self.lr, "outer_momentum": self.momentum}
-        return {**fields, "outer_fragments": self.fragments, "outer_delay": self.delay, "outer_alpha": self.alpha}
+        if self.delay:
+            fields |= {"outer_delay": self.delay, "outer_alpha": self.alpha}
+        return {**fields, "outer_fragments": self.fragments}
 
 
 class Net(nn.Module):
