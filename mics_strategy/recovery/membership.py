@@ -119,6 +119,7 @@ class Membership:
         self.applications = Applications(store)
         self._store = store
         self._sockets = sockets
+        self._silent: set[int] = set()  # in this generation: one that arrives in the next one was only busy
         self._failing = threading.Lock()
         self._ending = threading.Event()
         self._beat(0)
@@ -148,6 +149,7 @@ class Membership:
             self.members = list(members)
             self.generation = generation
             self.has_failed = False
+            self._silent = set()
         if self.is_first:
             self._store.set("running", json.dumps(self.members))
         self.store = GenerationStore(PrefixStore(f"groups/{generation}", self._store), self)
@@ -181,7 +183,11 @@ class Membership:
     @property
     def lacks_members(self) -> bool:
         """Whether process groups of this generation cannot be made: a member has died, or left by itself."""
-        return self.has_failed or not self._sockets.gone.isdisjoint(self.members)
+        return self.has_failed or not self._gone.isdisjoint(self.members)
+
+    @property
+    def _gone(self) -> set[int]:
+        return self._sockets.gone | self._silent
 
     def run_until_failure(self, make: Callable[[], T]) -> T:
         """Make process groups, in a thread: gloo tries to connect to a process that has died until its timeout.
@@ -249,7 +255,7 @@ class Membership:
             missing = [number for number in self.members if number not in arrived]
             silences_s = {number: silence.of(number) for number in missing}  # of all: each look is remembered
             is_late, longest_s = time.monotonic() > deadline_s, self.policy.lost_after_s
-            if is_late or all(n in self._sockets.gone or silences_s[n] > longest_s for n in missing):
+            if is_late or all(n in self._gone or silences_s[n] > longest_s for n in missing):
                 beats = [silence.commits_of(number) for number in missing]
                 self._store.compare_set(key, "", json.dumps(asdict(self._conclude(arrived, beats))))
                 break
@@ -322,10 +328,12 @@ class Membership:
     def _misses_neighbor(self, members: Sequence[int], silence: Silence) -> bool:
         """Whether the next process that has not left is silent. If several are, the one before them notices."""
         start = members.index(self.number) + 1
-        following = next(n for n in (*members[start:], *members[:start]) if n not in self._sockets.gone)
+        following = next(n for n in (*members[start:], *members[:start]) if n not in self._gone)
         if following == self.number or silence.of(following) <= self.policy.lost_after_s:
             return False
-        self._sockets.gone.add(following)
+        with self._failing:
+            if members is self.members:  # else the next generation has begun
+                self._silent.add(following)
         return True
 
 
