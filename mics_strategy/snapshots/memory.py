@@ -15,7 +15,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,11 +247,8 @@ class MemorySnapshots:
             for name, replica in planner.replicas.items()
             if name in planner.scalars or not self._is_on_other_nodes(replica)
         ]
-        self._planned_bytes = sum(
-            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-            for item in planner.plan.items
-            if item.tensor_data is not None and item.index.fqn in sole
-        )
+        has_buddy = place.nodes.num_nodes > 1
+        self._planned_bytes = _tensor_bytes(planner, {*sole}) if has_buddy else 0
         name = f"{manifest.step:012}-{self._attempt}-{self._num_taken}"
         older = place.folder.snapshots() if place.nodes.is_leader(place.rank) else []
         run_on_all_ranks(lambda: self._check_space(planner))
@@ -279,11 +276,7 @@ class MemorySnapshots:
 
     def _check_space(self, planner: ShardedSavePlanner) -> None:
         """Check that the memory of a node holds what its ranks write and receive. Ranks of a node write about alike."""
-        num_bytes = sum(
-            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-            for item in planner.plan.items
-            if item.tensor_data is not None
-        )
+        num_bytes = _tensor_bytes(planner, {item.index.fqn for item in planner.plan.items})
         num_new = _NUM_KEPT if self._num_taken == 0 else 1
         needed = (num_bytes + self._planned_bytes) * num_new * len(self._place.nodes.peers(self._place.rank))
         free = shutil.disk_usage(self._place.folder.path).free
@@ -345,7 +338,15 @@ class MemorySnapshots:
         """
         self.finish()
         run_on_all_ranks(lambda: None)  # the last rank has finished
-        if self._place.nodes.is_leader(self._place.rank) and not keep:
-            self._place.folder.remove()
-        self._place.folder.release()
+        removes = self._place.nodes.is_leader(self._place.rank) and not keep
+        run_on_all_ranks(lambda: self._place.folder.remove() if removes else self._place.folder.release())
         self._place.messages.close()
+
+
+def _tensor_bytes(planner: ShardedSavePlanner, names: Container[str]) -> int:
+    """Bytes of the tensors of these names that a rank writes."""
+    return sum(
+        item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+        for item in planner.plan.items
+        if item.tensor_data is not None and item.index.fqn in names
+    )

@@ -52,7 +52,7 @@ SLOW = [
     (Scenario(name="feedback-node", fields=FEEDBACK, kills=lost(1)), 6),
     (Scenario(name="islands-node", preset="mics", fields={"outer_every": 4}, kills=lost(0)), 6),
     (Scenario(name="delayed-node", preset="zero1", fields={"second_hop": "delayed"}, kills=lost(1)), 6),
-    (Scenario(name="differences-node", preset="zero1", fields=DIFFERENCES, kills=lost(1)), 6),
+    (Scenario(name="differences-node", preset="paro-iig", fields=DIFFERENCES, kills=lost(1)), 6),
     (Scenario(name="both-nodes", kills=at_step([0, 3], loses=[0, 1])), 0),
     (Scenario(name="first-steps", kills=at_step(ALL, 2)), 0),
 ]
