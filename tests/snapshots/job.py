@@ -217,6 +217,8 @@ def train(scenario: Scenario, folder: Path) -> None:
         snapshots.after_step({"step": step, "samples": torch.tensor(step)})
         if step == scenario.saves_at:
             save_checkpoint(folder / "disk" / "saved", sharded, optimizers, {"step": step})
+        if any((kill.point, kill.at) == ("step", step) for kill in scenario.kills):
+            snapshots.finish()  # so that it is known which one counts
         killer.strike("step")
     state: dict[str, Any] = {"states": dict(local_states(model, optimizers))}
     snapshots.finish()
@@ -227,8 +229,10 @@ def train(scenario: Scenario, folder: Path) -> None:
 
 
 def local_states(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, bytes]]:
-    """This rank's parts of all parameters and states, by name."""
+    """This rank's parts of all parameters and states, by name; of scalars those of rank 0, which alone count."""
     for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 and dist.get_rank():
+            continue
         yield name, local_bytes(parameter)
         for number, optimizer in enumerate(optimizers):
             for key, value in optimizer.state.get(parameter, {}).items():
