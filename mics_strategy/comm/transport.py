@@ -271,12 +271,15 @@ class GlooTransport(Transport):
 
     @override
     def barrier(self, tag: int) -> None:
-        self.any_of(False, tag)
+        """See `Transport.barrier`.
+
+        Cost:
+            Empty messages, one after the other: log2(size), rounded up.
+        """
+        self._meet(torch.empty(0, dtype=torch.uint8), tag)
 
     def any_of(self, flag: bool, tag: int) -> bool:
         """A barrier, behind which all ranks know whether any of them has come with its flag set.
-
-        Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
 
         Args:
             flag: Flag of this rank.
@@ -285,7 +288,14 @@ class GlooTransport(Transport):
         Cost:
             Messages of one byte, one after the other: log2(size), rounded up.
         """
-        flags, received = torch.tensor([flag], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        return bool(self._meet(torch.tensor([flag], dtype=torch.uint8), tag))
+
+    def _meet(self, flags: torch.Tensor, tag: int) -> torch.Tensor:
+        """Wait for all ranks, and collect the flags of all of them in `flags`.
+
+        Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
+        """
+        received = torch.empty_like(flags)
         step = 1
         while step < self.size:
             recv = self.group.recv([received], (self.index - step) % self.size, tag)
@@ -293,7 +303,7 @@ class GlooTransport(Transport):
             recv.wait()
             flags |= received
             step *= 2
-        return bool(flags)
+        return flags
 
     @override
     def cancel(self) -> None:
