@@ -135,9 +135,15 @@ class JobFolder:
         """Folders of snapshots, whole or not.
 
         Raises:
-            CheckpointError: One may be another user's.
+            CheckpointError: One may be another user's, or the job's folder was removed.
         """
-        folders = sorted(path for path in self.path.iterdir() if re.fullmatch(r"\d+-\w+-\d+", path.name))
+        try:
+            folders = sorted(path for path in self.path.iterdir() if re.fullmatch(r"\d+-\w+-\d+", path.name))
+        except OSError as error:
+            raise CheckpointError(
+                f"The folder of this job's snapshots, `{self.path}`, cannot be read ({error.strerror}). Start the job "
+                "again: it continues from what other nodes have."
+            ) from error
         for path in folders:
             check_private_folder(path)
         return folders

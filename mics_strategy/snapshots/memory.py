@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -250,8 +251,7 @@ class MemorySnapshots:
         has_buddy = place.nodes.num_nodes > 1
         self._planned_bytes = _tensor_bytes(planner, {*sole}) if has_buddy else 0
         name = f"{manifest.step:012}-{self._attempt}-{self._num_taken}"
-        older = place.folder.snapshots() if place.nodes.is_leader(place.rank) else []
-        run_on_all_ranks(lambda: self._check_space(planner))
+        older = run_on_all_ranks(lambda: self._check_place(planner))
         run_on_all_ranks(lambda: make_private_folder(place.folder.path / name))
         self._num_taken += 1
         store = dist.distributed_c10d._get_default_store()
@@ -274,8 +274,13 @@ class MemorySnapshots:
         self._pending = pending, writer
         threading.Thread(target=pending.run, args=(writer.write,), name=f"snapshot {manifest.step}").start()
 
-    def _check_space(self, planner: ShardedSavePlanner) -> None:
-        """Check that the memory of a node holds what its ranks write and receive. Ranks of a node write about alike."""
+    def _check_place(self, planner: ShardedSavePlanner) -> list[Path]:
+        """Check that the memory of a node holds what its ranks write and receive. Ranks of a node write about alike.
+
+        Returns:
+            Folders of older snapshots, on the leader of a node.
+        """
+        older = self._place.folder.snapshots()
         num_bytes = _tensor_bytes(planner, {item.index.fqn for item in planner.plan.items})
         num_new = _NUM_KEPT if self._num_taken == 0 else 1
         needed = (num_bytes + self._planned_bytes) * num_new * len(self._place.nodes.peers(self._place.rank))
@@ -286,6 +291,7 @@ class MemorySnapshots:
                 f"{free / 1e9:.1f} GB left. Enlarge that file system (`mount -o remount,size=... /dev/shm`), or pass "
                 "another `folder` in memory."
             )
+        return older if self._place.nodes.is_leader(self._place.rank) else []
 
     def _writers(self, replica: ReplicaId) -> ReplicaId:
         """This rank's position among the copies on its node, from that among all."""

@@ -39,6 +39,7 @@ from mics_strategy.snapshots.write import SnapshotWriter
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 EVERYBODY = -1
+_LOST = "lost-node"  # followed by its number: file by which a rank that dies says that a node's memory is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class Killer:
 
     def _die(self, kill: Kill) -> None:
         for node in kill.loses:
-            shutil.rmtree(self._folder / f"node{node}", ignore_errors=True)
+            (self._folder / f"{_LOST}{node}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
@@ -337,6 +338,9 @@ def _run_launcher(scenario: Scenario, folder: Path) -> None:
                     os.kill(other, signal.SIGKILL)
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
+        for mark in folder.glob(f"{_LOST}*"):  # memory is lost with its processes, not before them
+            shutil.rmtree(folder / f"node{mark.name.removeprefix(_LOST)}", ignore_errors=True)
+            mark.unlink()
         if not failed:
             return
     raise AssertionError("the last attempt failed as well")
