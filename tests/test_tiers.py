@@ -44,3 +44,8 @@ def test_of_a_list_every_third_case_is_run() -> None:
 def test_of_one_parametrization_every_other_case_is_run() -> None:
     items = cases(["abc"])
     assert values_of(items) - values_of(left_out(items)) == {("a",), ("c",)}
+
+
+def test_of_a_test_whose_cases_are_for_the_weekly_run_none_is_run() -> None:
+    items = cases(["abc"], every=0)
+    assert left_out(items) == items

@@ -2,8 +2,8 @@
 
 A test marked `slow` is in the slow tier. Of a test marked `wide`, as all of a module may be, only some cases are in a
 tier: every other place of the diagonal of the product of its parametrizations, which has every value of each. Of a
-test marked `wide(every=3)` it is every third case. All cases run with `--every-case`, as the weekly workflow does. A
-test whose claim is about the whole product is not marked `wide`.
+test marked `wide(every=3)` it is every third case, and of one marked `wide(every=0)` none. All cases run with
+`--every-case`, as the weekly workflow does. A test whose claim is about the whole product is not marked `wide`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,10 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     found = []
     for cases in tests.values():
         every = cases[0].get_closest_marker("wide").kwargs.get("every")
-        chosen = cases[::every] if every is not None else _every_other_of_the_diagonal(cases)
+        if every == 0:
+            chosen: Sequence[pytest.Item] = ()
+        else:
+            chosen = cases[::every] if every is not None else _every_other_of_the_diagonal(cases)
         found += [case for case in cases if case not in chosen]
     return found
 

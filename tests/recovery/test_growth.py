@@ -206,12 +206,14 @@ def test_a_newcomer_that_cannot_load_says_why(death_results: dict[str, dict[int,
 
 
 @pytest.mark.slow
+@pytest.mark.wide(every=0)  # 14 jobs and as many references: FAST and DEATHS stand for them at each commit
 @pytest.mark.parametrize("case", SLOW, ids=[case.scenario.name for case in SLOW])
 def test_a_job_grows_bitwise_everywhere(case: Case, slow_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, slow_results)
 
 
 @pytest.mark.slow
+@pytest.mark.wide(every=0)
 def test_newcomers_draw_other_numbers_where_all_ranks_do(slow_results: dict[str, dict[int, Any]]) -> None:
     draws = [result["draws"][step][0] for result in slow_results["own-seeds"].values() for step in (3, 4, 5)]
     assert len({*draws}) == 4 * 3
