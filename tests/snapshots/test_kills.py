@@ -8,6 +8,7 @@ checkpoint on the disk.
 import dataclasses
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_other_numbers_of_nodes_continue(preset: str, nodes: list[list[int]], sl
     assert_equal_to_disk(preset, nodes, slow_jobs)
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=0)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_job_that_dies_at_random_moments_continues(seed: int, tmp_path: Path) -> None:
     """Ranks, a node or all ranks die, up to three times, by a timer."""
@@ -169,4 +170,6 @@ def random_scenario(number: int, chance: random.Random) -> Scenario:
 
 
 def test_a_snapshot_that_lacks_a_part_is_named(jobs: Path) -> None:
-    assert "skipped that of step 6: no node has the part of rank" in output_of(jobs / "writing")
+    """The other ranks may have been killed before they had written their parts, or all but one."""
+    missing = r"skipped that of step 6: (no node has the part of rank \d|it has no report that can be read)"
+    assert re.search(missing, output_of(jobs / "writing"))

@@ -62,7 +62,9 @@ def node_of(worker: int) -> int:
 def test_a_node_with_a_new_launcher_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     """Of two agents one is killed with its ranks, and its memory is lost; another agent joins."""
     folder = tmp_path / "agents"
-    scenario = Scenario(name="agents", step_s=0.5, kills=[Kill(attempt=9, ranks=[0], at=0)])  # one restart
+    scenario = Scenario(
+        name="agents", num_steps=16, step_s=0.5, kills=[Kill(attempt=9, ranks=[0], at=0)]
+    )  # one restart
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -80,7 +82,7 @@ def test_a_node_with_a_new_launcher_takes_the_place_of_a_lost_one(tmp_path: Path
     try:
         start()
         start()
-        wait_for_step(7, folder)
+        wait_for_step(9, folder)  # in front of which the snapshot of step 6 was waited for
         workers = children_of(agents[1].pid)
         lost = node_of(workers[0])
         for pid in (agents[1].pid, *workers):
