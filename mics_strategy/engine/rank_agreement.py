@@ -106,8 +106,8 @@ class Turns(Generic[T]):
         """A backward begins.
 
         Args:
-            order: What may start in it, first to start first.
-            ready: What is ready at once, such as a unit without gradients on this rank.
+            order: Items that may start in it, first to start first.
+            ready: Items that are ready at once, such as a unit without gradients on this rank.
         """
         self._waiting, self._ready = deque(order), {*ready}
 
@@ -166,9 +166,7 @@ class AccumulationWindow:
         self._reduced: set[int] = set()  # units, since the last small all-reduce
         self._in_backward: set[int] = set()  # units reduced in the present backward
         self._repeated: list[tuple[int, int]] = []  # micro-step and unit of first hops that followed another one
-        self._second_hops: defaultdict[tuple[int, int], list[int]] = defaultdict(
-            list
-        )  # micro-steps, by unit and bucket
+        self._second_hops = defaultdict[tuple[int, int], list[int]](list)  # micro-steps, by unit and bucket
         self._usage_reductions: list[int] = []  # micro-steps
 
     def begin_backward(self, *, adds: bool) -> None:

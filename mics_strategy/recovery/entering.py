@@ -33,7 +33,7 @@ class Admission:
         membership: Its view of the job, before the generation in which it is a member.
         agreement: Agreement of the job, which invites it.
         generation: Generation of the job that this agreement has ended.
-        terms: What it takes over before process groups are made.
+        terms: Properties of the job that it takes over before process groups are made.
     """
 
     membership: Membership

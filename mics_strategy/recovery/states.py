@@ -147,7 +147,7 @@ class RankStates:
         """Wait until all newcomers have their states, and set their generators. Collective over all ranks of the job.
 
         Args:
-            sent: What this rank has sent.
+            sent: Bytes that this rank has sent.
             sources: See `transfer`.
             number: Number of this process, for the random numbers of a newcomer.
 

@@ -26,7 +26,7 @@ class SnapshotJob:
 
     Attributes:
         every: Steps between snapshots, or "auto".
-        place: Where its snapshots are.
+        place: Folder of its snapshots on this node, and the way to those of other nodes.
         is_new: Whether no node knows the job.
 
     Raises:

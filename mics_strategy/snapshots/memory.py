@@ -80,7 +80,7 @@ class _Interval:
         """Begin the next interval.
 
         Args:
-            seconds_by_rank: Of each rank the seconds of a copy, of its background, and of a step; 0 if unknown.
+            seconds_by_rank: Seconds of a copy, of its background, and of a step, on each rank; 0 if unknown.
         """
         self.due = self.every if isinstance(self.every, int) else _FIRST_AUTO_STEP
         if self.every == "auto" and all(copy_s > 0 and step_s > 0 for copy_s, _, step_s in seconds_by_rank):

@@ -51,7 +51,7 @@ class OpenSnapshot(OpenCheckpoint):
     """A whole snapshot, verified and open for partial reads. Collective methods.
 
     Args:
-        place: Where snapshots are.
+        place: Folder of the job on this node, and the way to other nodes.
         name: Name of the snapshot.
         whole: Parts of all ranks that have written.
 
@@ -123,7 +123,7 @@ def find_snapshot(place: Place) -> OpenSnapshot | None:
     and why.
 
     Args:
-        place: Where snapshots are.
+        place: Folder of the job on this node, and the way to other nodes.
 
     Raises:
         CheckpointError: A folder or a file may be another user's. Raised on every rank.
