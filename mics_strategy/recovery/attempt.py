@@ -15,6 +15,7 @@ front of the next attempt, where all that a script has counted is counted on all
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,6 +199,8 @@ class Recovery:
             self._has_committed = None
         if self._agreement is not None:
             members = self._membership.members
+            if not attempt.completed:
+                self._check_goes_on(self._agreement)
             self._regroup(self._membership.generation)
             step = "counts" if attempt.completed else "is run again"
             self._report(members, failure, f"the step {step}", None)
@@ -209,6 +212,7 @@ class Recovery:
         """End the generation together with all other ranks, and make groups with the newcomers."""
         members = self._membership.members
         self._agreement = self._membership.agree(for_newcomers=True)
+        self._check_goes_on(self._agreement)
         abandon_groups()
         sent = self._regroup(self._membership.generation)
         self._report(members, "in front of a step, as others joined", "no step was interrupted", sent)
@@ -229,8 +233,12 @@ class Recovery:
         print(f"`Recovery`: {text}. {dist.get_world_size()} ranks continue; {step}.", flush=True)
 
     def close(self) -> None:
-        """End the watch over other processes. Call it when the training has ended."""
-        self._membership.announce_end()
+        """End the watch over other processes. Call it when the training has ended.
+
+        While an exception passes, as in ``finally``, this process leaves, and the others go on.
+        """
+        if sys.exc_info()[0] is None:
+            self._membership.announce_end()
         self._leave()
 
     def _leave(self) -> None:
@@ -338,6 +346,16 @@ class Recovery:
         )
         scopes = resize(self._sharded.scopes, world_size, is_one_node=self._is_one_node)
         return ProcessGroups(scopes, CommResources(world_size, self._sharded.device), seed=0)
+
+    def _check_goes_on(self, agreement: Agreement) -> None:
+        """Raise where others have not been lost, but have finished: this rank counts steps otherwise."""
+        if agreement.lost and self._membership.has_ended:
+            self._leave()
+            raise CommunicationError(
+                f"Processes {', '.join(map(str, agreement.lost))} have ended the training by `close()`, and process "
+                f"{self._membership.number} has begun another attempt. Let all ranks run as many: count steps by "
+                "`sharded.steps_done`, or put the counter into `state`, which newcomers get."
+            )
 
     def _check_stays(self, agreement: Agreement) -> None:
         number, lost = self._membership.number, ", ".join(map(str, agreement.lost))

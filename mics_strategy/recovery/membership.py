@@ -138,10 +138,14 @@ class Membership:
         self._sockets.close()
 
     def announce_end(self) -> None:
-        """Let those who wait to join know that the job ends, if this is the first member."""
-        if self.is_first:
-            with suppress(dist.DistError):  # of a store that is gone, which says the same
-                self._store.set("ended", "")
+        """Let others know that the job ends: those who wait to join, and members who would train on."""
+        with suppress(dist.DistError):  # of a store that is gone, which says the same
+            self._store.set("ended", "")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a member has ended the training."""
+        return bool(self._store.check(["ended"]))
 
     def begin(self, members: Sequence[int], generation: int) -> None:
         """Begin a generation, with these members."""
