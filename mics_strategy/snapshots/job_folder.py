@@ -104,8 +104,12 @@ class JobFolder:
     def __init__(self, folder: Path, job: str) -> None:
         self.path = make_private_folder(folder / job)
         self._lock: int | None = None
-        if self.path in _open:  # a lock of POSIX would not show it
-            raise CheckpointError(f"This process already keeps snapshots of the job `{job}`. Use one object for both.")
+        if _open:  # of one job, the POSIX lock would not show it; of two, no snapshots would be of one moment
+            raise CheckpointError(
+                f"This process already keeps snapshots of the job `{next(iter(_open)).name}`. `close()` them first. Of "
+                "several models that are trained together, snapshots would be of different steps: save them with "
+                "`atomic_checkpoint_folder`."
+            )
         _open[self.path] = self
 
     def lock(self) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mics_strategy import CheckpointError, ConfigError, MemorySnapshots, Sharded, Topology, save_checkpoint, shard
 from mics_strategy.snapshots.job import SnapshotJob
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, raises_on_every_rank, refusal
 
 WORLD_SIZE, PER_NODE, WIDTH = 4, 2, 32
 NUMEL = 2 * (WIDTH * WIDTH + WIDTH)
@@ -235,6 +235,22 @@ def other_job(ctx: RankContext, folder: str) -> Any:
 
 def test_another_job_does_not_find_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, other_job, str(tmp_path))
+
+
+def two_at_once(ctx: RankContext, folder: str) -> list[object]:
+    first = MemorySnapshots(training("mics")[0], job="first", folder=folder)
+    refused = [
+        refusal(ctx, lambda _, job=job: MemorySnapshots(training("mics")[0], job=job, folder=folder))
+        for job in ("first", "second")
+    ]
+    first.close()
+    MemorySnapshots(training("mics")[0], job="second", folder=folder).close()
+    return refused
+
+
+def test_models_that_are_trained_together_get_no_snapshots_of_different_steps(ranks: RankPool, tmp_path: Path) -> None:
+    for errors in zip(*ranks(2, two_at_once, str(tmp_path)), strict=True):
+        assert_refused(errors, CheckpointError, r"already keeps snapshots of the job `first`.*of different steps")
 
 
 def objects_are_refused(ctx: RankContext, folder: str) -> None:
