@@ -174,6 +174,7 @@ class _QueuedTask:
         self._previous = None
         if steps is not None:
             self._run(steps.wait)
+        del steps  # who waits may free the model next: this thread no longer holds it
         self._behind = ()
         self._failure = self._first_failure.failure
         self._done.set()

@@ -418,14 +418,22 @@ def test_a_forgotten_queue_ends_its_thread(fails: bool) -> None:
     assert not threads_of("forgotten")
 
 
-def test_tensors_of_a_task_are_freed_when_it_has_ended() -> None:
+class SlowEvent(threading.Event):
+    """Whoever waits for it goes on while the thread that has set it is still in `set`."""
+
+    def set(self) -> None:
+        super().set()
+        time.sleep(0.2)
+
+
+def test_tensors_of_a_task_are_freed_before_whoever_waits_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened() as comm_thread:
         tensor = torch.zeros(2)
         seen = weakref.ref(tensor)
+        monkeypatch.setattr("mics_strategy.comm.queue.threading.Event", SlowEvent)
         work = run(comm_thread, lambda tensor=tensor: tensor.add_(1))
-        work.wait()
         del tensor
-        run(comm_thread, lambda: None).wait()
+        work.wait()
         gc.collect()
         assert seen() is None
 
