@@ -31,9 +31,10 @@ BY_LINE = 2>&1 | sed --unbuffered ""
 SIDE_BY_SIDE = $(MAKE) --jobs=3 --keep-going
 FIRST_HALF = tests/engine/test_[0-9a-o]*.py
 COMM = tests/comm tests/cuda_harness
-ENGINE = tests/engine tests/planner tests/recipes
+ENGINE = tests/engine tests/fsdp2_parity tests/outer tests/planner tests/recipes
 REST = tests $(COMM:%=--ignore=%) $(ENGINE:%=--ignore=%)
-SLOW_ENGINE = tests/engine tests/lightning tests/fsdp2_parity tests/benchmarks tests/test_every_chain.py
+SLOW_ENGINE = tests/engine tests/lightning tests/fsdp2_parity tests/benchmarks tests/checkpoint tests/snapshots \
+    tests/test_every_chain.py
 SLOW_RECIPES = tests/recipes tests/comm tests/planner tests/cuda_harness
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) $(SLOW_RECIPES:%=--ignore=%)
 
@@ -50,7 +51,7 @@ test-engine: venv
 test-rest: venv
 	$(TEST) -m "not slow" $(REST) $(BY_LINE)
 
-# Launchers, interpreters, kills and benchmarks. CASES=--every-case also runs what `wide` leaves out.
+# Launchers, interpreters, kills and benchmarks. CASES=--every-case also runs what no tier runs.
 test-slow: venv
 	@echo "Three parts of the slow tier run side by side; each says how far it is, and at its end what it found."
 	@$(SIDE_BY_SIDE) test-slow-engine test-slow-recipes test-slow-rest

@@ -56,7 +56,11 @@ def parser(options_of: Iterable[str] = tuple(_COMMANDS)) -> argparse.ArgumentPar
     Args:
         options_of: Commands whose options are wanted; those of some import torch.
     """
-    commands_parser = argparse.ArgumentParser(prog="mics", description="Plans, trains and exports sharded models.")
+    commands_parser = argparse.ArgumentParser(
+        prog="mics",
+        description="Plans, trains and exports sharded models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # or a long version is cut into two lines
+    )
     versions = f"mics_strategy {package_version()}, torch {package_version('torch')}, Python {sys.version.split()[0]}"
     commands_parser.add_argument("--version", action="version", version=versions)
     commands = commands_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -60,11 +60,11 @@ sys.addaudithook(_note_interpreters)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the weekly workflow."""
-    parser.addoption("--every-case", action="store_true", help="run also what `wide` leaves out")
+    parser.addoption("--every-case", action="store_true", help="run also what no tier runs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what a `wide` product of parameters leaves out."""
+    """Deselect what is in no tier."""
     if not config.option.every_case:
         deselected = left_out(items)
         skipped = {*deselected}
@@ -156,7 +156,7 @@ def _leaves_no_threads() -> Iterator[None]:
 def _starts_no_interpreter_in_the_fast_tier(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     marks = {mark.name for mark in request.node.iter_markers()}
-    if _interpreters and not marks & {"slow", "interpreter"}:
+    if _interpreters and not marks & {"slow", "weekly", "interpreter"}:
         pytest.fail(f"the test starts interpreters, so it is slow: mark it. Started: {_interpreters}")
 
 

@@ -126,6 +126,7 @@ FIRST = {
 CONSTRUCT = "; print(type(Accelerator()).__name__)"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("first", FIRST)
 def test_an_accelerator_that_the_launcher_asks_for_is_ours_without_any_import(tmp_path: Path, first: str) -> None:
     path = (_installed(tmp_path, "mics_strategy_autoload:install"), AUTOLOAD, ROOT)
@@ -133,6 +134,7 @@ def test_an_accelerator_that_the_launcher_asks_for_is_ours_without_any_import(tm
     assert child.stdout.split() == ["MiCSAccelerator"], child.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("version", ["", "1", "2"])
 def test_where_the_launcher_does_not_ask_nothing_is_loaded(tmp_path: Path, version: str) -> None:
     path = (_installed(tmp_path, "mics_strategy_autoload:install"), AUTOLOAD, ROOT)

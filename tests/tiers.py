@@ -1,11 +1,12 @@
 """Which tests are in the fast tier, `make test`, and which only in `make test-all`?
 
-A test marked `slow` is in the slow tier. Of a test marked `wide`, as all of a module may be, only some cases are in a
-tier: every other place of the diagonal of the product of its parametrizations, which has every value of each. Of a
-test marked `wide(every=3)` it is every third case, and of one marked `wide(every=0)` none. All cases run with
-`--every-case`, as the weekly workflow does. A test whose claim is about the whole product is not marked `wide`.
+A test marked `slow` is in the slow tier, and one marked `weekly` in none. Of the cases of a test that runs on ranks, or
+is marked `wide`, only some are in a tier: every other place of the diagonal of the product of its parametrizations. The
+diagonal has every value of each; of two, one test runs the first and another the second. Of a test marked
+`wide(every=3)` it is every third case. All cases run with `--every-case`, as the weekly workflow does.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,28 +23,38 @@ def is_interpreter(command: object) -> bool:
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The items of tests marked `wide` that are in no tier."""
+    """The items that are in no tier."""
     tests: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("wide"):
+        if _is_wide(item) or item.get_closest_marker("weekly"):
             tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     found = []
-    for cases in tests.values():
-        every = cases[0].get_closest_marker("wide").kwargs.get("every")
-        if every == 0:
-            chosen: Sequence[pytest.Item] = ()
-        else:
-            chosen = cases[::every] if every is not None else _every_other_of_the_diagonal(cases)
-        found += [case for case in cases if case not in chosen]
+    for (_, name), cases in tests.items():
+        mark = cases[0].get_closest_marker("wide")
+        every = None if mark is None else mark.kwargs.get("every")
+        chosen = cases[::every] if every is not None else _every_other_of_the_diagonal(cases, name)
+        found += [case for case in cases if case not in chosen or case.get_closest_marker("weekly")]
     return found
 
 
-def _every_other_of_the_diagonal(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+def _is_wide(item: pytest.Item) -> bool:
+    """Whether only some cases of its test run. Cases that share a job cost little, and all run unless marked."""
+    has_job_of_its_own = "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("one_job")
+    return bool(item.get_closest_marker("wide")) or has_job_of_its_own
+
+
+def _every_other_of_the_diagonal(cases: Sequence[pytest.Item], name: str) -> Sequence[pytest.Item]:
     places = [_coordinates(case) for case in cases]
     axes = [list(dict.fromkeys(values)) for values in zip(*places, strict=True)]
     if not axes:
         return cases
-    chosen = [tuple(axis[i % len(axis)] for axis in axes) for i in range(0, max(map(len, axes)), 2)]
+    longest = max(map(len, axes))
+    stride = 1 if len(axes) > 1 and longest == 2 else 2
+    first = zlib.crc32(name.encode()) % stride if longest % 2 == 0 else 0
+    steps = [range(first, longest, stride) if len(axis) == longest else range(len(axis)) for axis in axes]
+    chosen = [
+        tuple(axis[step[i % len(step)]] for axis, step in zip(axes, steps, strict=True)) for i in range(len(steps[0]))
+    ]
     return [case for case, place in zip(cases, places, strict=True) if place in chosen]
 
 

@@ -47,6 +47,7 @@ def assert_as_with_ddp(name: str, folder: Path, expected: Path) -> None:
     assert_same(weights, expected_weights, 1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_script_without_a_trainer_stays_as_it_is(

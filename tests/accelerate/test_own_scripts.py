@@ -141,6 +141,7 @@ def _synchronising(ctx: RankContext) -> None:
                 stepping.test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, every)
 
 
+@pytest.mark.wide
 @kinds_of_dtensors
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_synchronisation_and_accumulation(stock: Callable[..., list[str]], world_size: int) -> None:
@@ -276,6 +277,7 @@ def _resuming(ctx: RankContext) -> None:
 KINDS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_checkpointing(stock: Callable[..., list[str]], world_size: int, kind: str) -> None:
@@ -291,6 +293,7 @@ def _performing(ctx: RankContext) -> None:
     model.load_state_dict(load_file(ctx.tmp_path / "model.safetensors"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("world_size", "kind"), [(2, KINDS[0]), (4, KINDS[1])])
 def test_performance(stock: Callable[..., list[str]], world_size: int, kind: str) -> None:
     printed = stock(world_size, _performing, more=f"  fsdp_state_dict_type: {kind}")[0]
@@ -309,6 +312,7 @@ def _measuring(ctx: RankContext) -> None:
         script.test_gather_for_metrics_with_non_tensor_objects_iterable_dataset()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_metrics(stock: Callable[..., list[str]], world_size: int) -> None:
     assert "drop_last" in stock(world_size, _measuring)[0]

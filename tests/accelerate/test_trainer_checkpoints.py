@@ -163,7 +163,7 @@ def compiled(ctx: RankContext) -> None:
     assert_same(found[1], expected[1], 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_compiled_model_trains_as_with_ddp_and_is_resumed_without_compiling(ranks: RankPool) -> None:
     run(ranks, 2, compiled)
 

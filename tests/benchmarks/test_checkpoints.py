@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.weekly
 def test_every_way_to_save_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.checkpoints"]
     options = ["--width", "32", "--layers", "2", "--rounds", "1", "--folder", str(tmp_path)]

@@ -69,7 +69,7 @@ def test_an_unknown_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "`int2` is no variant" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_variants_learn_and_the_encoded_one_sends_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generated = f"data.source=grammar data.grammar_documents=200 data.cache_dir={tmp_path} data.validation_sequences=32"
     variants = "int8-int4-half outer-30-warm"

@@ -71,7 +71,7 @@ def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: P
     columns_explained(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_engines_are_measured_beside_the_others(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--smoke", "--parts", "engine", "--compile", "--output", str(tmp_path)]
     environment = os.environ | {"TORCHINDUCTOR_VEC_ISA_OK": "1"}  # what CPUs can do is not probed by compiling

@@ -83,7 +83,7 @@ def test_ranks_train_as_a_plain_process_and_wrong_gradients_are_found(ranks: Ran
     assert all(len(row["losses"][0]) == 3 and 0 < row["min s"] <= row["step s"] for row in rows.values())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_command_starts_ranks(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--smoke", "--parts", "ranks", "--output", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, check=True)

@@ -63,7 +63,7 @@ def most_steps_add(samples: list[Sample], field: str) -> float:
     return statistics.median((getattr(b, field) - getattr(a, field)) / (b.step - a.step) for a, b in pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_soak_adds_nothing_and_finds_a_leak(ranks: RankPool) -> None:
     ranks.stop()  # what other tests left in a process moves counts
     for leaky, clean in zip(ranks(2, soaked, True), ranks(2, soaked, False), strict=True):

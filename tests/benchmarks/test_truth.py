@@ -51,8 +51,8 @@ def test_by_default_there_are_thirty_configurations() -> None:
     assert len(parse_ours(options.ours)) * len(options.rate_mbit) * len(options.accumulation) >= 30
 
 
+@pytest.mark.weekly
 @needs_testbed
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_planned_bytes_are_those_on_the_wire(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = "--width 128 --layers 2 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --steps 2"

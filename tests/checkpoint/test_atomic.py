@@ -119,6 +119,7 @@ for step in range(1, 10**6):
 """
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("after_ms", [3, 11, 29, 53])
 def test_a_killed_writer_leaves_whole_checkpoints(tmp_path: Path, after_ms: int) -> None:

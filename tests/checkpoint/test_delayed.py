@@ -34,7 +34,6 @@ def resume(ctx: RankContext, config: Any, loop: Loop, path: Path, first: int, sa
     return found
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("saved", [1, 4, 7])
 @pytest.mark.parametrize("name", ["mics", "zero1", "ddp", "paro-nni"])
 def test_a_training_resumes_bit_by_bit(ranks: RankPool, tmp_path: Path, name: str, saved: int) -> None:

@@ -111,6 +111,7 @@ def pairs_for(world_size: int, everything: list[Saved]) -> Iterator[tuple[Saved,
         yield saved, run_of(preset, nodes[number % len(nodes)])
 
 
+@pytest.mark.weekly
 def test_every_form_loads_everywhere(ranks: RankPool, tmp_path: Path) -> None:
     everything = []
     for world_size, ranks_per_node in LAYOUTS:

@@ -107,7 +107,7 @@ def assert_rounded(found: dict[str, Tensor], saved: dict[str, Tensor], share: fl
         assert (found[name] - value).abs().max() <= share * value.abs().max(), name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_with_quantized_states_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
     """On the same ranks bit by bit; on others each moment is rounded once more, and is quantized again."""
     saved = ranks(4, save_each, TRAININGS, tmp_path)

@@ -13,8 +13,6 @@ from tests import models
 from tests.engine.training import Run, assert_identical, start
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 GATHER = torch.ops.c10d_functional.all_gather_into_tensor
 
 

@@ -25,8 +25,6 @@ from mics_strategy.topology import Axis
 from tests.comm.networks import Network
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 FP32 = torch.float32
 TIMEOUT_S = 20.0
 EIGHT_PIECES = 150_000

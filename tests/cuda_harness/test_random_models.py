@@ -23,6 +23,7 @@ def _alone(seed: int) -> Machine:
     return machine
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)])
 def test_nothing_races_or_waits(seed: int) -> None:
     machine = _alone(seed)
@@ -39,6 +40,7 @@ def _job(ctx: RankContext, machine: Machine, seed: int) -> None:
     Drawn(seed, ranks_per_node=PER_NODE).train(machine, num_steps=4, rank=ctx.rank, reentrant=False)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_ranks_do_not_wait_in_a_circle(seed: int) -> None:
     machines, _ = simulate_gpus(RANKS, _job, seed, ranks_per_node=PER_NODE, moves_data=False)

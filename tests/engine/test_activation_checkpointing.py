@@ -13,8 +13,6 @@ from tests.engine.training import Run, assert_same_training, plain, start, train
 from tests.models import Case, Residual
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 NODES = Topology(ranks_per_node=2)
 WIDTH, DEPTH = 6, 6
 

@@ -18,8 +18,6 @@ from tests.engine.training import Run, assert_identical, assert_same, plain, sta
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 WEIGHT = 0.1
 STEPS = 4
 EVALUATION = 50  # a step whose batches no training sees

@@ -244,7 +244,6 @@ def reuse_units_sharded(ctx: RankContext, config: ShardConfig, order: list[int],
     return parameters
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0], [1, 0, 2, 3, 2, 0], [0, 1, 0]], ids=str)
 @pytest.mark.parametrize("preset", ["mics", "paro-iig"])

@@ -233,7 +233,6 @@ def memory_of(ctx: RankContext, name: str, dtype: torch.dtype) -> tuple[dict[str
     )
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", FIELDS)
 def test_memory_is_that_of_the_estimate(ranks: RankPool, name: str, dtype: torch.dtype) -> None:

@@ -28,8 +28,6 @@ from mics_strategy import (
 from mics_strategy.comm import watched_work
 from tests.ranks import RankContext, RankError, RankPool
 
-pytestmark = pytest.mark.wide
-
 STRAIGHT, SWAPPED = (0, 1, 2, 3), (0, 2, 1, 3)
 
 

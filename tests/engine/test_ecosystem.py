@@ -24,8 +24,6 @@ from tests.engine.loops import Loop, Seen, assert_same_loop
 from tests.engine.training import Run, presets, start
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 PRESETS = ("ddp", "zero1", "zero2", "mics", "paro-iig")
 MakeOptimizer = Callable[..., Optimizer]
 

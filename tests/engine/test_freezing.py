@@ -286,7 +286,6 @@ def count_while_freezing(
     return found
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "paro-iig"])
 @pytest.mark.parametrize(
     "frozen", [("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]

@@ -44,7 +44,7 @@ def test_some_ranks_only_use_some_experts() -> None:
     assert (of_any & ~of_all).any(1).all()  # in every layer
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_mixtures_of_experts_train_as_plain_under_every_preset(ranks: RankPool) -> None:
     unsharded = {name: PRESETS[name] for name in UNSHARDED[::3]}
     assert_right(

@@ -112,7 +112,7 @@ def test_tensors_of_two_layouts_are_not_added_part_by_part(ranks: RankPool) -> N
     assert ranks(2, _columns_and_rows) == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "form", "every", "least"),
     [
@@ -131,7 +131,7 @@ def test_every_operator_has_the_values_of_a_plain_tensor(
     _check(found, REFUSED | REFUSED_ON_A_ROW if form == "row" else REFUSED, least)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("preset", "num_ranks", "form"), [("mics", 4, "first"), ("zero3", 2, "row")])
 def test_every_operator_has_the_mean_gradient_of_a_plain_tensor(
     ranks: RankPool, preset: str, num_ranks: int, form: str

@@ -91,7 +91,6 @@ def backward_events(ranks: RankPool, preset: str, prefetch: int, form: str) -> t
     return units, events[events.index(f"forward {units[-1]}") + 1 :]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("form", ["not_recomputed", "around_call", "inside_forward", "reentrant"])
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize("preset", ["mics", "paro-iig"])

@@ -47,8 +47,6 @@ from tests.engine.training import (
 from tests.models import Case
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 STEPS = 4
 OTHERS = (
     lora_on_tied_embeddings,

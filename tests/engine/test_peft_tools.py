@@ -39,8 +39,6 @@ from tests.engine.training import (
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 STEPS = 3
 EVALUATION = 9  # a step whose batches no training sees
 

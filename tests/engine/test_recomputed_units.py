@@ -13,8 +13,6 @@ from tests.engine.training import Run, assert_same_training, plain, presets, tra
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.wide
-
 UNSEEN: tuple[Unseen, ...] = ((), (1, 2), (0, 1, 2, 3, 4, 5), (5,), (2, 3, 4), (0, 4, 5))
 
 

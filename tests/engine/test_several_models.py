@@ -12,8 +12,6 @@ from tests import models
 from tests.engine.training import assert_same, wholes
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 PAIRS = [("mics", "zero3"), ("ddp", "mics"), ("zero1", "zeropp-hpz"), ("paro-iig", "paro-iig"), ("zero3", "zero2")]
 Shard = Callable[[nn.Module, str], Sharded | None]
 Weights = dict[str, Tensor]

@@ -12,8 +12,6 @@ from tests import models
 from tests.engine.training import OPTIMIZERS, Run, assert_identical, assert_same, plain, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 CASES = pytest.mark.parametrize(
     "case", [models.mlp, models.conv_bn, models.tied, models.scalar, models.frozen], ids=lambda case: case.__name__
 )

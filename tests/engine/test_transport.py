@@ -16,8 +16,6 @@ from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm import peer_memory
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 BYTES_ACKED = 120  # offset in Linux's struct tcp_info, a u64
 
 

@@ -13,8 +13,6 @@ from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, assert_same_training, plain, start, train
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-nig", "paro-ngg", "paro-gng")
 BOTH_AXES, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
 NUM_STEPS, FROM_BYTES = 2, 4096

@@ -117,7 +117,6 @@ def steps_as_in_one_process(
     return num
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("preset", [*PREDICTED, "no-second-hop-overlap"])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_nodes_that_declare_windows_of_their_own_train_and_send_as_planned(
@@ -131,7 +130,6 @@ def test_nodes_that_declare_windows_of_their_own_train_and_send_as_planned(
 STEPS_WHERE_PREDICTED = {"always": 6, "once longer": 3, "once shorter": 7, "twice predicted": 7, "random": 3}
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("preset", [*PREDICTED, "no-second-hop-overlap"])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_nodes_with_windows_of_their_own_train_or_raise_before_the_step(
@@ -191,7 +189,6 @@ def test_gradients_that_one_node_drops_after_their_sum_has_begun_are_an_error(ra
         assert "Clear gradients on all ranks or on none" in error
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("orders", "num_steps"), [(ORDERS[1], 1), (ORDERS[2], 6), (ORDERS[3], 1)], ids=["fewer", "other order", "others"]
 )

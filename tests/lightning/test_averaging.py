@@ -15,8 +15,6 @@ from tests.lightning.modules import WIDTH, Plain, Regression, loader
 from tests.lightning.runs import assert_same, full, run, trainer, whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 NAMESPACES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 CALLBACKS: dict[str, dict[str, Any]] = {
     "StochasticWeightAveraging": {"swa_lrs": 0.1},

@@ -52,6 +52,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 FABRIC_RUN = [str(Path(sys.executable).parent / "fabric"), "run", "--strategy=mics", "--accelerator=cpu", "--devices=2"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "launching"),

@@ -15,8 +15,6 @@ from tests.lightning.modules import Layer, Regression, loader, samples
 from tests.lightning.runs import assert_same, fitted, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 
 class WithBackbone(Regression):
     """Trains its head at first."""

@@ -88,7 +88,7 @@ def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, t
     return dict(module.named_parameters()), val_loss, results[0]["val_loss"] == pytest.approx(val_loss), saved
 
 
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.weekly)])
 def test_whole_weights_come_back_to_the_process_that_started_the_ranks(ranks: RankPool, start_method: str) -> None:
     options = {"timeout_s": 58, "default_group": False}
     ((parameters, _, validates_alike, saved),) = run(ranks, 1, _from_this_process, start_method, **options)

@@ -155,7 +155,6 @@ def assert_continues(expected: Result, found: Result) -> None:
     assert found[2] == expected[2]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())

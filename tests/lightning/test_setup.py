@@ -15,8 +15,6 @@ from tests.lightning.modules import Layer, Plain, Regression, loader
 from tests.lightning.runs import assert_same, fitted, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 
 def _sharded(ctx: RankContext, module: LightningModule, **options: Any) -> Any:
     fitting = trainer(ctx, mics(**options), max_steps=1)

@@ -40,7 +40,7 @@ def _all_like_ddp(ctx: RankContext, configs: list[str]) -> None:
         assert_same(fitted(ctx, mics(config), Regression("adamw"), loader(), **options), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_preset_accumulates_and_clips_as_ddp(ranks: RankPool) -> None:
     """But for those that round what they send."""
     exact = [name for name in ShardConfig.PRESETS if ShardConfig.preset(name).weight_codec == "none"]

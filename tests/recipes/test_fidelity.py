@@ -152,7 +152,7 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "without torchrun or srun" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)  # four launches
 def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
     small = ("--ranks=2", "--steps=4", "--source=grammar", "--global-batch=4", "--strategies=zero3,zeropp")

@@ -291,6 +291,7 @@ def test_a_signal_reaches_the_ranks_and_not_torchrun(kind: str, tmp_path: Path, 
         assert {file.name for file in tmp_path.glob("rank.[0-9]")} == {"rank.0", "rank.1"}
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recipe"), [("torchrun", "bert-base"), ("slurm", "gpt2-small")])
 def test_a_file_really_trains(

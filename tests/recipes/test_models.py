@@ -147,7 +147,7 @@ def test_compiled_layers_of_every_family_change_no_gradient(family: str, is_chec
     assert_equal(*compiled_and_plain(config, "aot_eager"))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @TRACING
 def test_compiled_blocks_of_images_change_no_gradient():
     assert_equal(*compiled_and_plain(IMAGES, "aot_eager"))

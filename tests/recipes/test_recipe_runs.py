@@ -71,6 +71,7 @@ def check_runs(output: str, names: list[str], folder: Path) -> None:
         assert (">equal<" in page, ">DIFFERENT<" in page) == (True, False)
 
 
+@pytest.mark.weekly
 def test_accelerate_trains_as_lightning_does(repository: Path, cache_dir: Path, tmp_path: Path):
     """By the command, which starts the ranks itself, with the file of a recipe or its name."""
     records = {}

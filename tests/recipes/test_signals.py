@@ -86,6 +86,7 @@ SHARDED = (
 ALONE = ("--trainer.devices=1", "--strategy.shard.partition_size=1")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("framework", "options"),
     [("lightning", SHARDED), ("accelerate", FULL_DDP)],
@@ -120,6 +121,7 @@ def test_sigterm_saves_and_the_printed_command_continues(
     assert (tmp_path / "metrics.jsonl").read_text().startswith(rows)  # with their times: no step was taken again
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("framework", "options"),
     [("lightning", SHARDED), ("accelerate", FULL_DDP)],

@@ -348,7 +348,7 @@ def command(config: DataConfig, repository: Path, workers: int) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_more_workers_than_files_write_what_one_writes(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     whole = files_of(run(replace(wikipedia, cache_dir=str(tmp_path / "whole"))).folder)
     done = subprocess.run(
@@ -416,7 +416,7 @@ def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repo
     assert process.returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     options = ("source", "cache_dir", "validation_share", "tokenizer", "sequence_length")
     train = [

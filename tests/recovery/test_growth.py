@@ -192,28 +192,26 @@ def test_a_newcomer_of_a_job_that_ends_says_so_and_ends(
     assert "the job has ended before it let this node in" in (fast_folder / "output").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("case", DEATHS, ids=[case.scenario.name for case in DEATHS])
 def test_a_death_in_a_joining_costs_a_recovery(case: Case, death_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, death_results)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_newcomer_that_cannot_load_says_why(death_results: dict[str, dict[int, Any]]) -> None:
     for number in (4, 5):
         error = death_results["newcomer-cannot-load"][number]["error"]
         assert "The states of the running job could not be loaded here: RuntimeError: of a script" in error
 
 
-@pytest.mark.slow
-@pytest.mark.wide(every=0)  # 14 jobs and as many references: FAST and DEATHS stand for them at each commit
+@pytest.mark.weekly  # 14 jobs and as many references: FAST and DEATHS stand for them at each commit
 @pytest.mark.parametrize("case", SLOW, ids=[case.scenario.name for case in SLOW])
 def test_a_job_grows_bitwise_everywhere(case: Case, slow_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, slow_results)
 
 
-@pytest.mark.slow
-@pytest.mark.wide(every=0)
+@pytest.mark.weekly
 def test_newcomers_draw_other_numbers_where_all_ranks_do(slow_results: dict[str, dict[int, Any]]) -> None:
     draws = [result["draws"][step][0] for result in slow_results["own-seeds"].values() for step in (3, 4, 5)]
     assert len({*draws}) == 4 * 3

@@ -119,7 +119,7 @@ def test_the_others_continue_bitwise(case: Case, fast_results: dict[str, dict[in
     check_case(case, fast_results)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("case", SLOW, ids=[case.scenario.name for case in SLOW])
 def test_the_others_continue_bitwise_everywhere(case: Case, slow_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, slow_results)

@@ -129,8 +129,7 @@ def test_ranks_die_at_random(tmp_path: Path) -> None:
     assert {2, 4} <= {*report.sizes}
 
 
-@pytest.mark.slow
-@pytest.mark.wide(every=0)
+@pytest.mark.weekly
 def test_nodes_come_back_at_random(tmp_path: Path) -> None:
     report = run_random(6, 1, tmp_path, growing_scenario_of)
     assert len(report.joining_s) >= 3

@@ -32,7 +32,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import MemorySnapshots, ShardConfig, Topology, save_checkpoint, shard
-from mics_strategy.comm.host_messages import HostMessages
 from mics_strategy.snapshots.open_snapshot import OpenSnapshot
 from mics_strategy.snapshots.write import SnapshotWriter
 
@@ -119,10 +118,10 @@ class Killer:
             if kill.attempt == attempt and (rank in kill.ranks or EVERYBODY in kill.ranks)
         ]
 
-    def strike(self, point: str) -> None:
+    def strike(self, point: str, step: int) -> None:
         """Die if this is the point and the step."""
         for kill in self._kills:
-            if kill.point == point and int(kill.at) == self.step:
+            if kill.point == point and kill.at == step:
                 self._die(kill)
 
     def _die(self, kill: Kill) -> None:
@@ -134,7 +133,7 @@ class Killer:
         """Watch the points that are inside of the package, and start the clock."""
         for point, owner, name in (
             ("writing", SnapshotWriter, "_write_shard"),
-            ("exchange", HostMessages, "send"),
+            ("exchange", SnapshotWriter, "_exchange"),
             ("loading", OpenSnapshot, "load"),
         ):
             mock.patch.object(owner, name, self._before(point, getattr(owner, name))).start()
@@ -145,9 +144,10 @@ class Killer:
                 timer.start()
 
     def _before(self, point: str, function: Any) -> Any:
-        def strike_first(*args: Any, **kwargs: Any) -> Any:
-            self.strike(point)
-            return function(*args, **kwargs)
+        def strike_first(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            is_behind = isinstance(owner, SnapshotWriter)  # the training goes on while a snapshot is written
+            self.strike(point, owner.manifest.step if is_behind else self.step)
+            return function(owner, *args, **kwargs)
 
         return strike_first
 
@@ -220,7 +220,7 @@ def train(scenario: Scenario, folder: Path) -> None:
             save_checkpoint(folder / "disk" / "saved", sharded, optimizers, {"step": step})
         if any((kill.point, kill.at) == ("step", step) for kill in scenario.kills):
             snapshots.finish()  # so that it is known which one counts
-        killer.strike("step")
+        killer.strike("step", step)
     state: dict[str, Any] = {"states": dict(local_states(model, optimizers))}
     snapshots.finish()
     cost = snapshots.cost

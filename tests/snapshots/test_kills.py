@@ -122,7 +122,7 @@ def test_a_job_continues_as_if_nothing_had_died(scenario: Scenario, step: int, j
     assert_equal_to_reference(scenario, step, jobs)
 
 
-@pytest.mark.wide(every=0)  # 24 jobs: those of SAME and RESIZED stand for them at each commit
+@pytest.mark.weekly  # 24 jobs: those of SAME and RESIZED stand for them at each commit
 @pytest.mark.parametrize(("scenario", "step"), SLOW, ids=[scenario.name for scenario, _ in SLOW])
 def test_other_jobs_continue_as_well(scenario: Scenario, step: int, slow_jobs: Path) -> None:
     assert_equal_to_reference(scenario, step, slow_jobs)
@@ -142,13 +142,13 @@ def test_fewer_nodes_continue(preset: str, nodes: list[list[int]], jobs: Path) -
     assert_equal_to_disk(preset, nodes, jobs)
 
 
-@pytest.mark.wide(every=0)
+@pytest.mark.weekly
 @pytest.mark.parametrize(("preset", "nodes"), RESIZED_SLOW, ids=[preset for preset, _ in RESIZED_SLOW])
 def test_other_numbers_of_nodes_continue(preset: str, nodes: list[list[int]], slow_jobs: Path) -> None:
     assert_equal_to_disk(preset, nodes, slow_jobs)
 
 
-@pytest.mark.wide(every=0)
+@pytest.mark.weekly
 @pytest.mark.parametrize("seed", range(3))
 def test_a_job_that_dies_at_random_moments_continues(seed: int, tmp_path: Path) -> None:
     """Ranks, a node or all ranks die, up to three times, by a timer."""

@@ -59,6 +59,7 @@ def node_of(worker: int) -> int:
     return int(dict(entry.split(b"=", 1) for entry in entries if entry)[b"GROUP_RANK"])
 
 
+@pytest.mark.weekly
 def test_a_node_with_a_new_launcher_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     """Of two agents one is killed with its ranks, and its memory is lost; another agent joins."""
     folder = tmp_path / "agents"

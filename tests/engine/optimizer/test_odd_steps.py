@@ -19,8 +19,6 @@ from tests.engine.optimizer.not_elementwise import Simple
 from tests.engine.training import Run, assert_same, presets, start, whole, wholes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide
-
 NAMES = ("ddp", "zero1", "mics", "paro-iig")
 
 

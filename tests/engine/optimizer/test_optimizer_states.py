@@ -18,8 +18,6 @@ from tests.engine.loops import Loop, Seen, assert_same_loop
 from tests.engine.training import OPTIMIZERS, Run, assert_same, presets, start, unused_alike
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.wide
-
 PRESETS = ("ddp", "zero1", "zero2", "mics", "paro-iig")
 RUNS = [Run(case=models.mlp, config=config, accumulation=2) for config in presets(PRESETS)]
 UNUSED = [run.replace(case=unused_alike, optimizer="adamw") for run in RUNS]

@@ -24,8 +24,6 @@ from tests.engine.training import (
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.reference import train_reference
 
-pytestmark = pytest.mark.wide
-
 IIG = ShardConfig.preset("paro-iig")
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

@@ -29,8 +29,6 @@ from tests.engine.training import (
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
 from tests.reference import train_reference
 
-pytestmark = pytest.mark.wide
-
 Make = Callable[[list[nn.Parameter]], Optimizer]
 adafactor = partial(Adafactor, lr=0.1, eps=(1e-3, 1e-3))  # as for the others, an eps that drowns rounding
 PRESETS = [p for p in ShardConfig.PRESETS if p.startswith("paro-") and p != "paro-nnn"]
@@ -150,7 +148,6 @@ def exact() -> models.Case:
     return models.Case(build=build, batch=batch, loss=lambda model, batch: model(batch["x"]), units=(Product,))
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("make", [partial(Muon, lr=0.05), adafactor, Lamb], ids=["Muon", "Adafactor", "Lamb"])
 @pytest.mark.parametrize("presets", THIRDS, ids=" ".join)
 def test_equal_gradients_give_bitwise_equal_training(ranks: RankPool, presets: tuple[str, ...], make: Make) -> None:

@@ -20,8 +20,6 @@ from tests.engine.optimizer.not_elementwise import Simple
 from tests.engine.training import Run, presets, start
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
-pytestmark = pytest.mark.wide
-
 CONFIGS = [*presets(("zero1", "mics"), update_locality="element")]
 RUNS = [Run(case=models.mlp, config=config) for config in [*CONFIGS, CONFIGS[0].replace(overlap="none")]]
 TENSORS = Run(case=models.mlp, config=ShardConfig(optimizer_layout="tensors", update_locality="tensor"))
