@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,8 @@ from mics_strategy.comm.workspace import Workspace
 
 CommTask = Callable[[], Steps]
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
+_IDLE_CPU_S = 1e-3  # of a thread that only waits, in that time
+_GIVEN_UP = "a message of which a part had arrived was given up"
 
 
 class CommThread:
@@ -54,6 +57,9 @@ class CommThread:
     Args:
         name: Name of the thread: the same on all ranks, and unique on each.
         watchdog: Finds out why a rank waits long.
+
+    Attributes:
+        is_stuck: Whether the thread was left alone; see `fail_stuck`.
     """
 
     def __init__(self, name: str, watchdog: DesyncWatchdog) -> None:
@@ -63,6 +69,7 @@ class CommThread:
         self._thread: threading.Thread | None = None
         self._first_failure = _FirstFailure()
         self._last: _QueuedTask | None = None
+        self.is_stuck = False
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, label: str, size: str, ranks: frozenset[int], steps: TaskSteps) -> QueuedWork:
@@ -81,6 +88,8 @@ class CommThread:
         op_id = self._watchdog.record(self.name, label, size, ranks)
         queued = self._last = _QueuedTask(op_id, steps, self._watchdog, self._first_failure, self._last)
         self._queue.put(queued)
+        if self.is_stuck:
+            queued.give_up()
         return queued
 
     def close(self, transports: Iterable[Transport]) -> None:
@@ -95,8 +104,36 @@ class CommThread:
         if self._last is not None and not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
             for transport in transports:
                 transport.cancel()
+            self.fail_stuck(thread)
         self._queue.put(None)
-        thread.join()
+        if not self.is_stuck:
+            thread.join()
+
+    def fail_stuck(self, thread: threading.Thread | None = None) -> None:
+        """Fail the unfinished tasks if the thread waits for a message that was cancelled, and does not wake up.
+
+        Gloo wakes nobody who waits for a message of which a part is sent or has arrived, even if its peer has died:
+        `Pair::signalException` forgets such messages (torch 2.13, gloo 70dc360). The thread is left alone then, until
+        the timeout of its group. Nothing writes to the memory of its tasks any more, as the connections are closed.
+
+        Args:
+            thread: The thread, if it is being closed.
+        """
+        thread = thread or self._thread
+        if self._last is None or thread is None or self.is_stuck:
+            return
+        cpu_s = _cpu_seconds(thread)
+        while not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
+            before_s, cpu_s = cpu_s, _cpu_seconds(thread)
+            if cpu_s - before_s < _IDLE_CPU_S:  # it waits: one that computes reaches its next message, which fails
+                self.is_stuck = True
+                self._first_failure.failure = self._first_failure.failure or RuntimeError(_GIVEN_UP)
+                self._last.give_up()
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """CPU time of a living thread."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
@@ -178,6 +215,14 @@ class _QueuedTask:
         self._behind = ()
         self._failure = self._first_failure.failure
         self._done.set()
+
+    def give_up(self) -> None:
+        """Fail this task, and the unfinished ones before it, whose thread is stuck."""
+        task: _QueuedTask | None = self
+        while task is not None and not task._done.is_set():
+            task._failure = self._first_failure.failure
+            task._done.set()
+            task = task._previous
 
     def _run(self, step: Callable[[], None]) -> None:
         if self._first_failure.failure is None:

@@ -262,9 +262,21 @@ class CommResources:
         for thread in self._threads.values():
             thread.close(self._transports)
 
+    def fail_stuck(self) -> None:
+        """Fail what was cancelled and does not wake up; see `CommThread.fail_stuck`. From any thread."""
+        for thread in list(self._threads.values()):
+            thread.fail_stuck()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a communication thread still waits, and was left alone."""
+        return any(thread.is_stuck for thread in self._threads.values())
+
     def close(self) -> None:
         """Destroy the groups, which ends the threads of gloo. Not collective; no collective may be unfinished."""
         self.stop()
+        if self.is_stuck:
+            _keep_groups()
         for transport in self._transports:
             transport.close()
         self._transports.clear()
@@ -348,6 +360,8 @@ def cancel_collectives() -> None:
         transport.cancel()
     for group in list(dist.distributed_c10d._world.pg_map):
         cancel_group(group)
+    for resources in list(_on_gloo):
+        resources.fail_stuck()
 
 
 def abandon_groups() -> None:
@@ -384,6 +398,14 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
+def _keep_groups() -> None:
+    """Let no group be freed: its destructor joins its threads, of which one waits, or is the parent process's."""
+    groups = {id(group): group for group in dist.distributed_c10d._world.pg_map}
+    groups |= {id(transport.group): transport.group for own in _on_gloo for transport in own._transports}
+    for group in groups.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 @atexit.register
 def _close_gloo() -> None:
     """End gloo's threads while the interpreter lives.
@@ -395,11 +417,12 @@ def _close_gloo() -> None:
     """
     owned = [resources for resources in _on_gloo if resources.process_id == os.getpid()]
     if len(owned) < len(_on_gloo):
-        for group in dist.distributed_c10d._world.pg_map:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # its destructor would join the parent's threads
+        _keep_groups()
     for resources in owned:
         resources.stop()
-    if not has_pending_work():
+    if any(resources.is_stuck for resources in owned):
+        _keep_groups()
+    elif not has_pending_work():
         for resources in owned:
             resources.close()
         _groups.clear()

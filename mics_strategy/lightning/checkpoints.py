@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,7 +32,7 @@ from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import Rendezvous
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
-from mics_strategy.lightning.framework import unwrap_optimizer
+from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 from mics_strategy.lightning.random_states import RNG_KEY, RandomStatesMixin
 from mics_strategy.lightning.snapshots import TrainerSnapshotMixin
 
@@ -42,6 +42,7 @@ ARRIVAL_TIMEOUT = timedelta(seconds=30)
 class TrainerCheckpointMixin(TrainerSnapshotMixin, RandomStatesMixin, CheckpointFileMixin):
     """Saving and loading of the Trainer's strategy. Mixed into a Lightning strategy."""
 
+    framework: ClassVar[TrainerFramework]
     _load_weights_only: bool | None
     _state_dict_type: str
     _saves_asynchronously: bool

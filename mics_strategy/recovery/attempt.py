@@ -41,6 +41,7 @@ from mics_strategy.recovery.joining import Terms, describe
 from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership
 from mics_strategy.recovery.states import RankStates, StateBytes, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
+from mics_strategy.snapshots.job_folder import has_open_job
 
 _BARRIER_TAG = 1
 _MAX_FAILURES = 2  # to make process groups, while nobody is lost
@@ -390,6 +391,11 @@ def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float, a
         )
     if sharded.device.type != "cpu" or backend_of(dist.group.WORLD, "cpu") != "gloo":
         raise ConfigError(f"`Recovery` needs a model on the CPU and gloo; this one is on {sharded.device}. Restart.")
+    if has_open_job():
+        raise ConfigError(
+            "`Recovery` ends all process groups when a rank is lost, and `MemorySnapshots`, which this process uses, "
+            "has one of its own. Use one of them, or `close()` the other first."
+        )
     if sharded.internals.groups.resources.watchdog.num_models > 1:
         raise ConfigError("`Recovery` needs one sharded model in a process, and this one has several.")
 

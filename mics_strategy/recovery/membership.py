@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ _POLL_S = 0.02
 _GRACE_S = 0.5  # for a thread whose collectives have failed
 _STORE_TIMEOUT_S = 60.0
 NO_STATES = -1  # committed attempts of a newcomer that has no states yet
+_open: weakref.WeakSet[Membership] = weakref.WeakSet()  # in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,11 @@ class LossPolicy:
     block: int
     lost_after_s: float
     timeout: timedelta
+
+
+def is_recovering() -> bool:
+    """Whether this process is a member of a job that goes on without the processes that it loses."""
+    return bool(_open)
 
 
 class Membership:
@@ -122,6 +129,7 @@ class Membership:
         self._silent: set[int] = set()  # in this generation: one that arrives in the next one was only busy
         self._failing = threading.Lock()
         self._ending = threading.Event()
+        _open.add(self)
         self._beat(0)
         self._thread = threading.Thread(target=self._watch, name="mics heartbeat", daemon=True)
         self._thread.start()
@@ -136,6 +144,7 @@ class Membership:
         self._ending.set()
         self._thread.join()
         self._sockets.close()
+        _open.discard(self)
 
     def announce_end(self) -> None:
         """Let others know that the job ends: those who wait to join, and members who would train on."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
 from mics_strategy.comm.host_messages import HostMessages
 from mics_strategy.errors import ConfigError
+from mics_strategy.recovery.membership import is_recovering
 from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.job_folder import JobFolder
 from mics_strategy.snapshots.nodes import Nodes
@@ -42,6 +43,11 @@ class SnapshotJob:
 
         def look() -> tuple[tuple[object, ...], str, str | None]:
             _check_every(every)
+            if is_recovering():
+                raise ConfigError(
+                    "`MemorySnapshots` has a process group of its own, and `Recovery`, which this process uses, ends "
+                    "all groups when a rank is lost. Use one of them, or `close()` the other first."
+                )
             user_folder = job_folder.user_folder(self._folder)
             identity = job_folder.folder_identity(user_folder)
             if job is not None:

@@ -416,7 +416,7 @@ def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repo
     assert process.returncode == 1
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     options = ("source", "cache_dir", "validation_share", "tokenizer", "sequence_length")
     train = [

@@ -192,13 +192,13 @@ def test_a_newcomer_of_a_job_that_ends_says_so_and_ends(
     assert "the job has ended before it let this node in" in (fast_folder / "output").read_text()
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEATHS, ids=[case.scenario.name for case in DEATHS])
 def test_a_death_in_a_joining_costs_a_recovery(case: Case, death_results: dict[str, dict[int, Any]]) -> None:
     check_case(case, death_results)
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 def test_a_newcomer_that_cannot_load_says_why(death_results: dict[str, dict[int, Any]]) -> None:
     for number in (4, 5):
         error = death_results["newcomer-cannot-load"][number]["error"]

@@ -1,12 +1,13 @@
 """Which ranks go on, with which scopes, and what is refused before the first step."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mics_strategy import Codec, ConfigError, MiCSError, Recovery, ShardConfig, Topology, shard
+from mics_strategy import Codec, ConfigError, MemorySnapshots, MiCSError, Recovery, ShardConfig, Topology, shard
 from mics_strategy.recovery.survivors import block_size, check_recoverable, remaining, resize
 from mics_strategy.scopes import Scopes, resolve_scopes
 from tests.ranks import RankContext, RankPool
@@ -90,7 +91,7 @@ def test_nodes_stay_nodes_and_one_node_stays_one() -> None:
     assert resize(scopes_of("ddp", 3, 3), 5, is_one_node=True) == scopes_of("ddp", 5, 5)
 
 
-def refusals(ctx: RankContext) -> list[str]:
+def refusals(ctx: RankContext, folder: str) -> list[str]:
     """What `Recovery` refuses in a job, and in a step."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +108,11 @@ def refusals(ctx: RankContext) -> list[str]:
     refuse(lambda: Recovery(sharded, [], lost_after_s=1.0))
     refuse(lambda: Recovery(sharded, [torch.optim.SGD([model.weight], lr=0.1)], lost_after_s=1.0))
     refuse(lambda: Recovery(sharded, [optimizer], lost_after_s=0.0 if ctx.rank == 1 else 1.0))
+    snapshots = MemorySnapshots(sharded, [optimizer], job="a-job", folder=folder)
+    refuse(lambda: Recovery(sharded, [optimizer]))
+    snapshots.close()
     recovery = Recovery(sharded, [optimizer])
+    refuse(lambda: MemorySnapshots(sharded, [optimizer], job="a-job", folder=folder))
     refuse(optimizer.step)
 
     def with_closure() -> None:
@@ -134,20 +139,23 @@ def refusals(ctx: RankContext) -> list[str]:
     messages.append(f"completed {attempt.completed}")
     recovery.close()
     optimizer.step()  # as without it
+    MemorySnapshots(sharded, [optimizer], job="a-job", folder=folder).close()
     return messages
 
 
-def test_what_recovery_refuses_is_refused_by_name_on_every_rank(ranks: RankPool) -> None:
+def test_what_recovery_refuses_is_refused_by_name_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     words = (
         "ConfigError: `optimizers=[]` are no optimizers",
         "ConfigError: `optimizers` lack the trained parameter `bias`",
         "ConfigError: `lost_after_s=0.0` is no time. Use seconds, such as 5.0. (found on rank 1)",
+        "ConfigError: `Recovery` ends all process groups when a rank is lost, and `MemorySnapshots`",
+        "ConfigError: `MemorySnapshots` has a process group of its own, and `Recovery`",
         "LifecycleError: An optimizer stepped outside of `Recovery.attempt()`",
         "ConfigError: `SGD.step` got a closure",
         "LifecycleError: A second backward and optimizer step began in one `Recovery.attempt()`",
         "ConfigError: of a script",
         "completed True",
     )
-    for messages in ranks(2, refusals):
+    for messages in ranks(2, refusals, str(tmp_path)):
         for message, expected in zip(messages, words, strict=True):
             assert message.startswith(expected)

@@ -127,7 +127,7 @@ def known() -> dict[str, str]:
     return {name: LAYOUTS[locality] for name, locality in localities.items() if locality in LAYOUTS}
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 def test_known_optimizers_train_as_in_one_process(ranks: RankPool) -> None:
     layouts = known()
     assert list(layouts.values()).count("rows") >= 60
