@@ -21,13 +21,13 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -132,8 +132,11 @@ class CommThread:
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
-    """CPU time of a living thread."""
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+    """CPU time of a thread; 0 of one that has ended, and where the system does not say."""
+    try:
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
