@@ -5,6 +5,7 @@ They wait neither for the collectives of a training step nor make these wait, an
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,12 @@ from mics_strategy.comm.transport import cancel_group
 from mics_strategy.comm.work import BackendWork
 
 _FOREVER = timedelta(days=1)
+_open: weakref.WeakSet[HostMessages] = weakref.WeakSet()  # in this process
+
+
+def has_open_messages() -> bool:
+    """Whether this process has a group for messages between hosts."""
+    return bool(_open)
 
 
 class HostMessages:
@@ -33,6 +40,7 @@ class HostMessages:
     def __init__(self, name: str) -> None:
         self._group = new_host_group(name) if dist.get_world_size() > 1 else None
         self.sent_bytes = 0
+        _open.add(self)
 
     @property
     def _connected(self) -> dist.ProcessGroup:
@@ -68,5 +76,6 @@ class HostMessages:
     def close(self) -> None:
         """Destroy the group. Not collective; nothing may be in flight."""
         group, self._group = self._group, None
+        _open.discard(self)
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

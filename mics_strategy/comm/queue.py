@@ -46,7 +46,6 @@ from mics_strategy.comm.workspace import Workspace
 CommTask = Callable[[], Steps]
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 _IDLE_CPU_S = 1e-3  # of a thread that only waits, in that time
-_GIVEN_UP = "a message of which a part had arrived was given up"
 
 
 class CommThread:
@@ -98,28 +97,27 @@ class CommThread:
         Args:
             transports: Transports to cancel when a task does not end in time.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if self._thread is None:
             return
         if self._last is not None and not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
             for transport in transports:
                 transport.cancel()
-            self.fail_stuck(thread)
+            self.fail_stuck()
         self._queue.put(None)
         if not self.is_stuck:
-            thread.join()
+            self._thread.join()
+        self._thread = None
 
-    def fail_stuck(self, thread: threading.Thread | None = None) -> None:
+    def fail_stuck(self) -> None:
         """Fail the unfinished tasks if the thread waits for a message that was cancelled, and does not wake up.
 
         Gloo wakes nobody who waits for a message of which a part is sent or has arrived, even if its peer has died:
         `Pair::signalException` forgets such messages (torch 2.13, gloo 70dc360). The thread is left alone then, until
         the timeout of its group. Nothing writes to the memory of its tasks any more, as the connections are closed.
 
-        Args:
-            thread: The thread, if it is being closed.
+        From any thread. Behind `Transport.cancel` of all transports.
         """
-        thread = thread or self._thread
+        thread = self._thread
         if self._last is None or thread is None or self.is_stuck:
             return
         cpu_s = _cpu_seconds(thread)
@@ -127,7 +125,9 @@ class CommThread:
             before_s, cpu_s = cpu_s, _cpu_seconds(thread)
             if cpu_s - before_s < _IDLE_CPU_S:  # it waits: one that computes reaches its next message, which fails
                 self.is_stuck = True
-                self._first_failure.failure = self._first_failure.failure or RuntimeError(_GIVEN_UP)
+                self._first_failure.failure = self._first_failure.failure or RuntimeError(
+                    "a message of which a part had been sent or had arrived was given up"
+                )
                 self._last.give_up()
 
 

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mics_strategy.comm.consensus import run_on_all_ranks
+from mics_strategy.comm.host_messages import has_open_messages
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources, abandon_groups
 from mics_strategy.comm.transport import GlooTransport, backend_of, timeout_of
@@ -41,7 +42,6 @@ from mics_strategy.recovery.joining import Terms, describe
 from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership
 from mics_strategy.recovery.states import RankStates, StateBytes, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
-from mics_strategy.snapshots.job_folder import has_open_job
 
 _BARRIER_TAG = 1
 _MAX_FAILURES = 2  # to make process groups, while nobody is lost
@@ -391,7 +391,7 @@ def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float, a
         )
     if sharded.device.type != "cpu" or backend_of(dist.group.WORLD, "cpu") != "gloo":
         raise ConfigError(f"`Recovery` needs a model on the CPU and gloo; this one is on {sharded.device}. Restart.")
-    if has_open_job():
+    if has_open_messages():
         raise ConfigError(
             "`Recovery` ends all process groups when a rank is lost, and `MemorySnapshots`, which this process uses, "
             "has one of its own. Use one of them, or `close()` the other first."

@@ -77,11 +77,6 @@ def new_job() -> str:
     return secrets.token_hex(16)
 
 
-def has_open_job() -> bool:
-    """Whether this process keeps snapshots."""
-    return bool(_open)
-
-
 def check_job(job: str) -> None:
     """Check the name of a job that a user has given.
 
