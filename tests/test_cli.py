@@ -73,7 +73,8 @@ def test_what_there_is_and_in_which_version_is_said_without_torch(option: str) -
         f"try: mics_strategy.cli.main([{option!r}])\n"
         "except SystemExit as end: print('torch' in sys.modules, end.code)"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = {**os.environ, "COLUMNS": "60"}  # fewer than the version has
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     *said, last = child.stdout.splitlines()
     assert last == "False 0"
     if option == "--version":
