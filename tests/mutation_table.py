@@ -266,7 +266,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="ranks that diverge are found in the next step",
         old="local_counts.append(groups.desync_digest)",
         new="local_counts.append(0)",
-        tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
+        tests=("tests/engine/test_divergence.py",),
     ),
     Mutation(
         area="norm",

@@ -48,6 +48,14 @@ def test_a_short_parametrization_is_run_with_each_of_its_values() -> None:
     assert {short for _, short in run(cases(["abcdef", "xy"]))} == {*"xy"}
 
 
+def test_of_a_long_parametrization_that_is_not_the_first_every_other_value_is_run() -> None:
+    assert run(cases(["xy", "abcde"])) == {("x", "a"), ("y", "c"), ("x", "e")}
+
+
+def test_of_a_list_of_eight_each_value_is_run() -> None:
+    assert run(cases(["xyz", "abcdefgh"])) == {(short, long) for short, long in zip("xyzxyzxy", "abcdefgh", strict=True)}
+
+
 def test_of_two_cases_one_test_runs_the_first_and_another_the_second() -> None:
     found = [run(cases(["ab"], f"test_{number}")) for number in range(20)]
     assert {("a",)} in found
@@ -72,3 +80,10 @@ def test_of_one_parametrization_every_other_case_is_run() -> None:
 def test_of_a_weekly_test_no_case_is_run() -> None:
     assert run(cases(["abc"], "test", "weekly")) == set()
     assert run(cases(["abc"], "test", "weekly", "one_job")) == set()
+
+
+def test_of_a_test_that_is_given_numbers_of_ranks_all_cases_are_run() -> None:
+    items = cases(["abc"], "test", "")
+    for item in items:
+        item.callspec.params["ranks"] = 2
+    assert run(items) == {("a",), ("b",), ("c",)}

@@ -2,8 +2,9 @@
 
 A test marked `slow` is in the slow tier, and one marked `weekly` in none. Of the cases of a test that runs on ranks, or
 is marked `wide`, only some are in a tier: every other place of the diagonal of the product of its parametrizations. The
-diagonal has every value of each; of two, one test runs the first and another the second. Of a test marked
-`wide(every=3)` it is every third case. All cases run with `--every-case`, as the weekly workflow does.
+diagonal has every value of each; of two, one test runs the first and another the second. A list of eight values or more
+runs whole. Of a test marked `wide(every=3)` it is every third case. All cases run with `--every-case`, as the weekly
+workflow does.
 """
 
 import zlib
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+_MANY = 8  # values of a parametrization from which each is a case of its own, such as an optimizer, and no preset
 _INTERPRETERS = ("python", "torchrun", "accelerate", "fabric", "lightning", "mics")
 
 
@@ -39,8 +41,14 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def _is_wide(item: pytest.Item) -> bool:
     """Whether only some cases of its test run. Cases that share a job cost little, and all run unless marked."""
-    has_job_of_its_own = "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("one_job")
-    return bool(item.get_closest_marker("wide")) or has_job_of_its_own
+    uses_pool = "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in _params(item)
+    return bool(item.get_closest_marker("wide")) or (uses_pool and not item.get_closest_marker("one_job"))
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    """Values of its parametrizations by name, of which one may be `ranks` and no pool."""
+    callspec: Any = getattr(item, "callspec", None)
+    return {} if callspec is None else callspec.params
 
 
 def _every_other_of_the_diagonal(cases: Sequence[pytest.Item], name: str) -> Sequence[pytest.Item]:
@@ -49,20 +57,20 @@ def _every_other_of_the_diagonal(cases: Sequence[pytest.Item], name: str) -> Seq
     if not axes:
         return cases
     longest = max(map(len, axes))
-    stride = 1 if len(axes) > 1 and longest == 2 else 2
+    stride = 1 if longest >= _MANY or (len(axes) > 1 and longest == 2) else 2
     first = zlib.crc32(name.encode()) % stride if longest % 2 == 0 else 0
     steps = [range(first, longest, stride) if len(axis) == longest else range(len(axis)) for axis in axes]
     chosen = [
-        tuple(axis[step[i % len(step)]] for axis, step in zip(axes, steps, strict=True)) for i in range(len(steps[0]))
+        tuple(axis[step[i % len(step)]] for axis, step in zip(axes, steps, strict=True)) for i in range(max(map(len, steps)))
     ]
     return [case for case, place in zip(cases, places, strict=True) if place in chosen]
 
 
 def _coordinates(item: pytest.Item) -> tuple[tuple[int, ...], ...]:
     """One entry a parametrization: the identities of its values, which all items of the product share."""
-    callspec: Any = getattr(item, "callspec", None)
-    if callspec is None:
+    params = _params(item)
+    if not params:
         return ()
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
     split = [[name.strip() for name in each.split(",")] if isinstance(each, str) else each for each in names]
-    return tuple(tuple(id(callspec.params[name]) for name in each) for each in split)
+    return tuple(tuple(id(params[name]) for name in each) for each in split)

@@ -432,8 +432,8 @@ BEFORE_STEPS = (
     norms_are_added_up,
     results_of_whole_tensors_are_set,
     gradients_are_kept_across_a_second_backward,
-    gradients_are_read_by_another_name,
     penalties_of_parameters_alone_are_added,
+    gradients_are_read_by_another_name,
     gradients_are_projected,
 )
 AFTER_STEPS = (

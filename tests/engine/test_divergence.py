@@ -106,6 +106,29 @@ def test_divergence_in_evaluation_raises_in_training(ranks: RankPool) -> None:
         ranks(2, _evaluate_then_train, timeout_s=20.0)
 
 
+def _gather_another_unit_unnoticed(ctx: RankContext, preset: str) -> int:
+    """As on NCCL, whose messages bear no names: rank 1 has gathered another unit that was taken for that of the others.
+
+    Returns the number of the last step.
+    """
+    model = Layers()
+    sharded = shard(model, preset, units=[nn.Linear], topology=Topology(ranks_per_node=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(torch.ones(2, 6), STRAIGHT).sum().backward()
+        if step == 1 and ctx.rank == 1:
+            sharded._groups.param_comm.transports[0].fingerprint.update("all-gather layers.3")
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics"])
+def test_another_unit_that_was_gathered_unnoticed_is_told_in_front_of_the_step(ranks: RankPool, preset: str) -> None:
+    with pytest.raises(RankError, match=r"their data is mixed up: in collective .*rank 1 sent `all-gather layers.3`"):
+        ranks(4, _gather_another_unit_unnoticed, preset, ranks_per_node=2, timeout_s=20.0)
+
+
 def _read_between_two_models(ctx: RankContext) -> None:
     """As in the training of two networks against each other."""
     one, other = Layers(), Layers()
