@@ -53,7 +53,7 @@ def test_of_a_long_parametrization_that_is_not_the_first_every_other_value_is_ru
 
 
 def test_of_a_list_of_eight_each_value_is_run() -> None:
-    assert run(cases(["xyz", "abcdefgh"])) == {(short, long) for short, long in zip("xyzxyzxy", "abcdefgh", strict=True)}
+    assert run(cases(["xyz", "abcdefgh"])) == {*zip("xyzxyzxy", "abcdefgh", strict=True)}
 
 
 def test_of_two_cases_one_test_runs_the_first_and_another_the_second() -> None:

@@ -61,7 +61,8 @@ def _every_other_of_the_diagonal(cases: Sequence[pytest.Item], name: str) -> Seq
     first = zlib.crc32(name.encode()) % stride if longest % 2 == 0 else 0
     steps = [range(first, longest, stride) if len(axis) == longest else range(len(axis)) for axis in axes]
     chosen = [
-        tuple(axis[step[i % len(step)]] for axis, step in zip(axes, steps, strict=True)) for i in range(max(map(len, steps)))
+        tuple(axis[step[place % len(step)]] for axis, step in zip(axes, steps, strict=True))
+        for place in range(max(map(len, steps)))
     ]
     return [case for case, place in zip(cases, places, strict=True) if place in chosen]
 
