@@ -31,6 +31,7 @@ from mics_strategy.accelerate.prepare import (
     sharded_of_model,
     use_fp32_masters,
 )
+from mics_strategy.accelerate.trainer_snapshots import TrainerSnapshots, refuse_step
 from mics_strategy.accelerate.transformers_patches import patch_save_pretrained, patch_trainers
 from mics_strategy.mixed_precision import apply_mixed_precision, with_mixed_precision
 
@@ -56,6 +57,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         self._handles: list[weakref.ref[Sharded]] = []
         self._deferring: list[Sharded] = []  # models inside `no_sync`
         self._waiting: dict[Any, Any] = {}  # optimizers of unprepared models, with their hooks
+        self.trainer_snapshots: TrainerSnapshots | None = None  # while `transformers.Trainer` takes any
         options["fsdp_plugin"] = resolve_plugin(options.get("fsdp_plugin"), options.pop("parallelism_config", None))
         if not framework.is_started():
             options["cpu"] = options.get("cpu", False) or framework.lacks_device()
@@ -184,6 +186,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         """
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._adopt(framework.unwrap_optimizer(prepared))
+        if self.state.fsdp_plugin.recovery.has_snapshots:
+            framework.unwrap_optimizer(prepared).register_step_pre_hook(refuse_step(self))
         return prepared
 
     def _adopt(self, optimizer: Optimizer) -> None:

@@ -85,11 +85,15 @@ def load_model(
     adapter_only: bool = False,
     **_: Any,
 ) -> Any:
-    """Load a model's weights, saved by this or another library. Collective.
+    """Load a model's weights, saved by this or another library, or all of a snapshot. Collective.
 
     Returns:
-        Missing and unexpected keys.
+        Missing and unexpected keys; None for a snapshot.
     """
+    snapshots = accelerator.trainer_snapshots
+    if snapshots is not None and snapshots.is_in(input_dir):
+        snapshots.load()
+        return None
     sharded = accelerator.sharded_of(model)
     source = _find_saved(plugin, input_dir, _MODEL, model_index) or _plain_weights(input_dir, model_index)
     if not (adapter_only and is_peft_model(sharded.model)):
@@ -141,6 +145,8 @@ def load_optimizer(
     Raises:
         CheckpointError: The states are missing, or belong to another optimizer.
     """
+    if accelerator.trainer_snapshots is not None and accelerator.trainer_snapshots.is_in(input_dir):
+        return  # loaded with the model
     optimizer = framework.unwrap_optimizer(optimizer)
     sharded = accelerator.sharded_of(optimizer)
     source = _find_saved(plugin, input_dir, _OPTIMIZER, optimizer_index)

@@ -2,16 +2,20 @@
 
 All of them are in this file, so that a new release is checked against one page: how Accelerate's process-wide state is
 made and set to "sharded", the functions by which Accelerate and `transformers.Trainer` save and load sharded models,
-and the function by which TRL's Trainers shard a model that is only evaluated.
+where that Trainer's loop is open to others, and the function by which TRL's Trainers shard a model that is only
+evaluated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -319,6 +323,61 @@ def patch_trl_prepare(replacement: Callable[[nn.Module, Accelerator], nn.Module]
         stock = vars(module).get(_TRL_PREPARE)
         if stock is not None and not hasattr(stock, "mics_stock"):
             setattr(module, _TRL_PREPARE, _for_our_plugin(stock, replacement))
+
+
+@contextmanager
+def trainer_hooks(
+    trainer: Any,
+    after_step: Callable[[], None],
+    set_random_states: Callable[[Callable[[str | None], None], str | None], None],
+) -> Iterator[None]:
+    """Take part in the loop of a `transformers.Trainer`.
+
+    Args:
+        trainer: The Trainer.
+        after_step: Called behind what it does after each optimizer step (log, evaluate, save), and after each epoch.
+        set_random_states: Called where it loads the random states of a checkpoint, with its own function, which takes
+            the path, and the path.
+    """
+    stock_after, stock_load = trainer._maybe_log_save_evaluate, trainer._load_rng_state
+
+    def and_then(*args: Any, **kwargs: Any) -> None:
+        stock_after(*args, **kwargs)
+        after_step()
+
+    trainer._maybe_log_save_evaluate = and_then
+    trainer._load_rng_state = functools.partial(set_random_states, stock_load)
+    try:
+        yield
+    finally:
+        del trainer._maybe_log_save_evaluate, trainer._load_rng_state
+
+
+def checkpoint_state(trainer: Any) -> dict[str, Any]:
+    """What a `transformers.Trainer` saves beside model, optimizer and random states, as plain data. Collective."""
+    trainer.store_flos()
+    kind = sys.modules["transformers.trainer_callback"].ExportableState
+    callbacks = [item for item in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(item, kind)]
+    exported = type(trainer.state)(stateful_callbacks=callbacks).stateful_callbacks
+    scaler = trainer.accelerator.scaler
+    return {
+        "trainer": json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=exported))),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def write_checkpoint_files(trainer: Any, folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a `checkpoint_state` as a folder from which a Trainer resumes.
+
+    Those of model and optimizer are empty: the functions that load them know the folder.
+    """
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / name).mkdir()
+    (folder / "trainer_state.json").write_text(state["trainer"])
+    torch.save(state["scheduler"], folder / "scheduler.pt")
+    if state["scaler"] is not None and trainer.accelerator.scaler is not None:
+        torch.save(state["scaler"], folder / "scaler.pt")
 
 
 def externally_read_output_layer(model: nn.Module) -> nn.Module | None:

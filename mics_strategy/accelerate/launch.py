@@ -18,6 +18,7 @@ from mics_strategy import Codec, ConfigError, ShardConfig
 PARALLEL_SIZES = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "sp_size")
 _VERSION = "mics"
 _DEFAULT = "FULL_SHARD"  # value of the launcher if the file has no `fsdp_sharding_strategy`
+_RECOVERY = "recovery"
 _PRESET_OF_FSDP = {
     "SHARD_GRAD_OP": "zero2",
     "NO_SHARD": "ddp",
@@ -91,15 +92,31 @@ def config() -> ShardConfig:
         ConfigError: An option or a value is unknown, or belongs to FSDP and has no meaning here.
     """
     check_supported()
-    text = os.environ.get("FSDP_SHARDING_STRATEGY", _DEFAULT).strip()
-    if text in (_DEFAULT, "", "None"):
-        return ShardConfig.preset("mics")
+    text = _strategy()
     if text in _PRESET_OF_FSDP:
         raise ConfigError(
             f"`fsdp_sharding_strategy: {text}` is an option of FSDP. Use `fsdp_sharding_strategy: "
             f"{_PRESET_OF_FSDP[text]}`, or a mapping of options such as `{{preset: mics, partition_size: 8}}`."
         )
-    return config_of(_parse(text))
+    options = _parse(text)
+    if not isinstance(options, str):
+        options.pop(_RECOVERY, None)
+    return config_of(options)
+
+
+def recovery() -> Any:
+    """Return `recovery` under ``fsdp_sharding_strategy``: what `MiCSPlugin(recovery=...)` takes.
+
+    Raises:
+        ConfigError: The mapping cannot be read.
+    """
+    options = _parse(_strategy())
+    return "none" if isinstance(options, str) else options.get(_RECOVERY, "none")
+
+
+def _strategy() -> str:
+    text = os.environ.get("FSDP_SHARDING_STRATEGY", _DEFAULT).strip()
+    return "mics" if text in (_DEFAULT, "", "None") else text
 
 
 def config_of(options: str | Mapping[str, Any]) -> ShardConfig:

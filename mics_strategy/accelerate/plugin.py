@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, ShardConfig
 from mics_strategy.accelerate import launch
+from mics_strategy.snapshots.job import RecoveryOptions
 
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 _FSDP2 = 2
@@ -42,6 +43,9 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         units: Units, as in `mics_strategy.shard`. Default: the layer classes named by the launcher's configuration or
             by `transformer_cls_names_to_wrap`, or else "auto".
         initializer: Initializer of models on the meta device, as in `mics_strategy.shard`.
+        recovery: ``"memory"`` lets `transformers.Trainer` take snapshots in host memory, from which `train` continues
+            when the launcher starts the script again; a dict has options of `MemorySnapshots` (`every`, `job`,
+            `folder`). Default: the launcher's configuration, or else "none".
         **options: Fields of `ShardConfig`, and these options of Accelerate's FSDP plugin: `state_dict_type` (format of
             `save_state`: ``"SHARDED_STATE_DICT"``, a folder to which every rank writes its shards, or
             ``"FULL_STATE_DICT"``, a file), `activation_checkpointing` (of every unit), `cpu_ram_efficient_loading`,
@@ -51,6 +55,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     Attributes:
         config: Requested configuration.
+        recovery: What `recovery` asks for.
 
     Raises:
         ConfigError: An option is unknown or invalid, or belongs to FSDP and has no meaning here.
@@ -62,6 +67,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         *,
         units: UnitRule | None = None,
         initializer: Callable[[nn.Module], None] | str = "auto",
+        recovery: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         shared = {name: options.pop(name) for name in _SHARED if name in options}
@@ -71,6 +77,9 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.config = ShardConfig.of(base, **options)
         self.units = units
         self.initializer = initializer
+        if recovery is None:
+            recovery = launch.recovery() if is_launched else "none"
+        self.recovery = RecoveryOptions.of(recovery)
         fixed = {"fsdp_version": _FSDP2, "reshard_after_forward": True, "cpu_offload": False}
         super().__init__(**fixed, **shared)
         launch.check_supported()  # the stock plugin has read these options from the environment
@@ -101,7 +110,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     def is_equivalent_to(self, other: MiCSPlugin) -> bool:
         """Whether both plugins shard and save a model in the same way."""
-        names = ("config", "units", "initializer", *_SHARED)
+        names = ("config", "units", "initializer", "recovery", *_SHARED)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @override
@@ -155,7 +164,7 @@ def _check_known(options: dict[str, Any]) -> None:
         matches = difflib.get_close_matches(name, [*fields, *_SHARED], n=1)
         suggestion = f" Did you mean {matches[0]!r}?" if matches else ""
         names = ", ".join([*sorted(fields), *_SHARED])
-        raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{suggestion} Known: units, {names}.")
+        raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{suggestion} Known: units, recovery, {names}.")
 
 
 def _check_fsdp_options(plugin: FullyShardedDataParallelPlugin) -> None:

@@ -32,7 +32,9 @@ from torch.func import functional_call
 from mics_strategy import CheckpointError, Sharded, finish_delayed, load_weights
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.trainer_snapshots import snapshots_during
 from mics_strategy.comm.consensus import run_on_all_ranks, run_on_files
+from mics_strategy.snapshots.job import RecoveryOptions
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.checkpoints import SaveRendezvous
@@ -41,7 +43,7 @@ HandleLookup = Callable[[nn.Module], Sharded | None]
 
 
 def patch_trainers(sharded_of_model: HandleLookup) -> None:
-    """Patch the imported Trainers: full saves, loads, evaluation, the end of a training. Idempotent.
+    """Patch the imported Trainers: full saves, loads, evaluation, snapshots, the end of a training. Idempotent.
 
     Args:
         sharded_of_model: Returns the handle of a sharded model, and None for others.
@@ -56,17 +58,26 @@ def patch_trainers(sharded_of_model: HandleLookup) -> None:
 
 
 def _to_the_end(stock: Callable[..., Any], sharded_of_model: HandleLookup) -> Callable[..., Any]:
-    """A `train` that finishes outer steps, and in which gradients left by delayed second hops make a last step."""
+    """A `train` that finishes outer steps, and in which gradients left by delayed second hops make a last step.
+
+    It takes snapshots, and continues from them, where the plugin asks for them.
+    """
 
     @functools.wraps(stock)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        sharded = sharded_of_model(self.model)
-        if sharded is not None and not sharded.internals.pending_micro_steps and finish_delayed(sharded):
-            if self.args.max_grad_norm:
-                sharded.clip_grad_norm_(self.args.max_grad_norm)
-            getattr(self.optimizer, "optimizer", self.optimizer).step()  # past the loss scale of an accelerator's
-            self.optimizer.zero_grad()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        recovery = plugin.recovery if isinstance(plugin, MiCSPlugin) else RecoveryOptions.of("none")
+        with snapshots_during(self, recovery) as snapshots:
+            if snapshots is not None and snapshots.path is not None:
+                kwargs.pop("resume_from_checkpoint", None)
+                args = (snapshots.path, *args[1:])
+            result = stock(self, *args, **kwargs)
+            sharded = sharded_of_model(self.model)
+            if sharded is not None and not sharded.internals.pending_micro_steps and finish_delayed(sharded):
+                if self.args.max_grad_norm:
+                    sharded.clip_grad_norm_(self.args.max_grad_norm)
+                getattr(self.optimizer, "optimizer", self.optimizer).step()  # past the loss scale of an accelerator's
+                self.optimizer.zero_grad()
         return result
 
     return train

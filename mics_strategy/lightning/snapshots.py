@@ -7,7 +7,6 @@ its path in `ckpt_path`; the path that the script passes counts only where there
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,46 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from mics_strategy import ConfigError, MemorySnapshots, OpenCheckpoint, Sharded
+from mics_strategy import MemorySnapshots, OpenCheckpoint, Sharded
 from mics_strategy.lightning.framework import TrainerFramework, append_callback, dump_checkpoint, redirect_resume
-from mics_strategy.snapshots.job import SnapshotJob
+from mics_strategy.snapshots.job import RecoveryOptions, SnapshotJob
 
 if TYPE_CHECKING:
     from mics_strategy.snapshots.open_snapshot import OpenSnapshot
-
-OPTIONS = ("every", "job", "folder")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecoveryOptions:
-    """What ``recovery=`` asks for.
-
-    Attributes:
-        has_snapshots: Whether snapshots are taken.
-        options: Options of `MemorySnapshots`.
-    """
-
-    has_snapshots: bool
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, recovery: str | Mapping[str, Any]) -> RecoveryOptions:
-        """Parse the argument.
-
-        Args:
-            recovery: ``"none"``, ``"memory"``, or options of `MemorySnapshots` (`every`, `job`, `folder`).
-
-        Raises:
-            ConfigError: It is something else.
-        """
-        if isinstance(recovery, Mapping) and set(recovery) <= {*OPTIONS}:
-            return cls(True, dict(recovery))
-        if recovery in ("none", "memory"):
-            return cls(recovery == "memory", {})
-        raise ConfigError(
-            f"`recovery={recovery!r}` is not supported. Use 'none', 'memory', or a dict with options of "
-            f"`MemorySnapshots` ({', '.join(OPTIONS)}), such as {{'every': 50}}."
-        )
 
 
 class _Stepping(Sequence[Optimizer]):

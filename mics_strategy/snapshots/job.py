@@ -1,9 +1,12 @@
-"""The job of a process: which one it is, and which of its snapshots is the newest."""
+"""The job of a process: what is asked for, which one it is, and which of its snapshots is the newest."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +18,40 @@ from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.job_folder import JobFolder
 from mics_strategy.snapshots.nodes import Nodes
 from mics_strategy.snapshots.open_snapshot import OpenSnapshot, Place, age_of, find_snapshot
+
+_OPTIONS = ("every", "job", "folder")
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What ``recovery=`` asks for.
+
+    Attributes:
+        has_snapshots: Whether snapshots are taken.
+        options: Options of `MemorySnapshots`.
+    """
+
+    has_snapshots: bool
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, recovery: str | Mapping[str, Any]) -> RecoveryOptions:
+        """Parse the argument.
+
+        Args:
+            recovery: ``"none"``, ``"memory"``, or options of `MemorySnapshots` (`every`, `job`, `folder`).
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if isinstance(recovery, Mapping) and set(recovery) <= {*_OPTIONS}:
+            return cls(True, dict(recovery))
+        if recovery in ("none", "memory"):
+            return cls(recovery == "memory", {})
+        raise ConfigError(
+            f"`recovery={recovery!r}` is not supported. Use 'none', 'memory', or a dict with options of "
+            f"`MemorySnapshots` ({', '.join(_OPTIONS)}), such as {{'every': 50}}."
+        )
 
 
 class SnapshotJob:
