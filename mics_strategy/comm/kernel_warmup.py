@@ -17,7 +17,8 @@ from mics_strategy.comm.codecs.quantizer import kernels_for
 from mics_strategy.comm.residuals import residual_numel
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER, Route
 from mics_strategy.comm.stages import Stages
-from mics_strategy.comm.transport import BackendTransport, Launch, Transport
+from mics_strategy.comm.transport import BackendTransport, Transport
+from mics_strategy.comm.work import Launch
 from mics_strategy.comm.workspace import Workspace
 
 _PERIOD_BLOCKS = 16  # Triton asks of an integer whether it is 1, and whether 16 divides it

@@ -1,8 +1,13 @@
-"""Refuses collectives in a forked child. It has none of the parent's connections and threads."""
+"""What the system says of this process and its threads.
+
+A forked child has none of its parent's connections and threads, so that collectives are refused in it.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,6 +28,14 @@ def check_not_forked() -> None:
             "which has no connection to other ranks. Compute in the rank itself (`num_workers=0`), or give the workers "
             "a plain copy of the model."
         )
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    """CPU time of a thread; 0 of one that has ended, and where the system does not say."""
+    try:
+        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _note_fork() -> None:

@@ -27,18 +27,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
-from mics_strategy.comm.process import check_not_forked
+from mics_strategy.comm.process import check_not_forked, cpu_seconds
 from mics_strategy.comm.ranges import Ranges, RecordedCollective, Recorder
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic import StageTraffic, TrafficLog
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.transport import NUM_TAGS, Transport
 from mics_strategy.comm.watched_work import watch
 from mics_strategy.comm.work import Prologue, QueuedWork, Steps, Work
 from mics_strategy.comm.workspace import Workspace
@@ -56,17 +55,19 @@ class CommThread:
     Args:
         name: Name of the thread: the same on all ranks, and unique on each.
         watchdog: Finds out why a rank waits long.
+        transports: Transports of the tasks, and others; may grow.
 
     Attributes:
         is_stuck: Whether the thread was left alone; see `fail_stuck`.
     """
 
-    def __init__(self, name: str, watchdog: DesyncWatchdog) -> None:
+    def __init__(self, name: str, watchdog: DesyncWatchdog, transports: Sequence[Transport] = ()) -> None:
         self.name = name
         self._watchdog = watchdog
+        self._transports = transports
         self._queue: SimpleQueue[_QueuedTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._first_failure = _FirstFailure()
+        self._first_failure = _FirstFailure(self)
         self._last: _QueuedTask | None = None
         self.is_stuck = False
         weakref.finalize(self, self._queue.put, None)
@@ -91,22 +92,33 @@ class CommThread:
             queued.give_up()
         return queued
 
-    def close(self, transports: Iterable[Transport]) -> None:
-        """End the thread, after its unfinished tasks.
-
-        Args:
-            transports: Transports to cancel when a task does not end in time.
-        """
+    def close(self) -> None:
+        """End the thread, after its unfinished tasks. What does not end in time is cancelled, in all transports."""
         if self._thread is None:
             return
         if self._last is not None and not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
-            for transport in transports:
-                transport.cancel()
-            self.fail_stuck()
+            self._cancel()
         self._queue.put(None)
         if not self.is_stuck:
             self._thread.join()
         self._thread = None
+
+    def fail_lost(self) -> None:
+        """Fail the unfinished tasks if the thread waits for a rank that is gone.
+
+        Gloo says so to who waits for a whole message, and not for the rest of one; see `fail_stuck`. From any thread.
+        """
+        if lost := sorted({rank for transport in self._transports for rank in transport.lost_ranks()}):
+            names = " and ".join(f"rank {rank}" for rank in lost)
+            self._first_failure.failure = self._first_failure.failure or RuntimeError(
+                f"{names} ended before a message was complete"
+            )
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for transport in self._transports:
+            transport.cancel()
+        self.fail_stuck()
 
     def fail_stuck(self) -> None:
         """Fail the unfinished tasks if the thread waits for a message that was cancelled, and does not wake up.
@@ -120,23 +132,15 @@ class CommThread:
         thread = self._thread
         if self._last is None or thread is None or self.is_stuck:
             return
-        cpu_s = _cpu_seconds(thread)
+        cpu_s = cpu_seconds(thread)
         while not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
-            before_s, cpu_s = cpu_s, _cpu_seconds(thread)
+            before_s, cpu_s = cpu_s, cpu_seconds(thread)
             if cpu_s - before_s < _IDLE_CPU_S:  # it waits: one that computes reaches its next message, which fails
                 self.is_stuck = True
                 self._first_failure.failure = self._first_failure.failure or RuntimeError(
                     "a message of which a part had been sent or had arrived was given up"
                 )
                 self._last.give_up()
-
-
-def _cpu_seconds(thread: threading.Thread) -> float:
-    """CPU time of a thread; 0 of one that has ended, and where the system does not say."""
-    try:
-        return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
@@ -171,10 +175,11 @@ def _queued(queue: SimpleQueue[_QueuedTask | None]) -> _QueuedTask | None:
 class _FirstFailure:
     """The failure of the first failed task of a thread."""
 
-    __slots__ = ("failure",)
+    __slots__ = ("failure", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, thread: CommThread) -> None:
         self.failure: BaseException | None = None
+        self.thread = weakref.ref(thread)
 
 
 class _QueuedTask:
@@ -231,8 +236,8 @@ class _QueuedTask:
         if self._first_failure.failure is None:
             try:
                 step()
-            except BaseException as error:
-                self._first_failure.failure = error  # raised again where the work is waited for
+            except BaseException as error:  # raised again where the work is waited for
+                self._first_failure.failure = self._first_failure.failure or error
 
     def wait(self) -> None:
         """Block until the task has ended.
@@ -240,7 +245,15 @@ class _QueuedTask:
         Raises:
             LifecycleError: It never will: ranks wait for different collectives.
         """
-        watch(self._is_done, self._watchdog, lambda: self._first_unfinished()._op)
+        watch(self._is_done_or_lost, self._watchdog, lambda: self._first_unfinished()._op)
+
+    def _is_done_or_lost(self, within_s: float) -> bool:
+        if self._is_done(within_s):
+            return True
+        thread = self._first_unfinished()._first_failure.thread()
+        if thread is not None:
+            thread.fail_lost()
+        return self._is_done(within_s=0.0)
 
     def _is_done(self, within_s: float | None) -> bool:
         is_done = self._done.wait(within_s)
@@ -417,7 +430,7 @@ class RouteQueue:
         for transport in self.transports:
             transport.fingerprint.update(label)
         count = self.transports[0].fingerprint.count
-        tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
+        tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % NUM_TAGS
         stages = self._stages_of(*payload)
         self.traffic_log.record(stages)
         recorder = self.ranges.recorder

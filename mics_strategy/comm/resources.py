@@ -161,7 +161,7 @@ class CommResources:
     def _thread(self, stream: str) -> CommThread:
         """The communication thread that takes the place of a stream."""
         if stream not in self._threads:
-            self._threads[stream] = CommThread(f"{stream} {self.number}", self.watchdog)
+            self._threads[stream] = CommThread(f"{stream} {self.number}", self.watchdog, self._transports)
         return self._threads[stream]
 
     def control_group(self, role: str, span: Span) -> ControlGroup | None:
@@ -260,7 +260,7 @@ class CommResources:
     def stop(self) -> None:
         """End the communication threads. Not collective. Collectives that no rank waits for may be unfinished."""
         for thread in self._threads.values():
-            thread.close(self._transports)
+            thread.close()
 
     def fail_stuck(self) -> None:
         """Fail what was cancelled and does not wake up; see `CommThread.fail_stuck`. From any thread."""

@@ -25,12 +25,12 @@ What differs between the two, and who asks:
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,60 +41,17 @@ from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
 from mics_strategy.comm.peer_memory import PeerConnection
-from mics_strategy.comm.work import BackendWork
+from mics_strategy.comm.work import BackendWork, Launch, Messages, Pending
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_HANDSHAKE_TAG = 0
+NUM_TAGS = 2**31 - 2  # of collectives
+_HANDSHAKE_TAG, _PROBE_TAG, _CANCEL_TAG = 0, NUM_TAGS, NUM_TAGS + 1
+_LOST_S = 0.5  # after which what a rank has sent before it ended has been taken
 _CARRIED = frozenset(  # by gloo's and NCCL's own collectives; other dtypes are sent as bytes
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
-
-
-class Pending(Protocol):
-    """One collective in flight, or one that starts when it is waited for."""
-
-    def wait(self) -> object:
-        """Make all received rows valid, and let the memory of the sent ones be overwritten.
-
-        It blocks (CPU), or makes the current stream wait (CUDA).
-        """
-
-
-class Messages:
-    """Messages in flight.
-
-    Args:
-        works: Work of the receives, then of the sends.
-    """
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[BackendWork]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        for work in self._works:
-            work.wait()
-
-
-class Launch:
-    """A collective of a backend with streams, which runs on the stream that waits for it.
-
-    Args:
-        run: Runs it.
-    """
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        self._run()
 
 
 class Transport(ABC):
@@ -175,6 +132,13 @@ class Transport(ABC):
             tag: Tag of the collective, the same on all ranks.
         """
 
+    def lost_ranks(self) -> list[int]:
+        """Ranks that are gone, of those without which what a thread of this process waits for will not end.
+
+        From any thread, when it has waited long.
+        """
+        return []
+
     @abstractmethod
     def cancel(self) -> None:
         """Fail the collectives for which a thread of this process may wait.
@@ -223,6 +187,7 @@ class GlooTransport(Transport):
         super().__init__(group, axis)
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
         self._connections: dict[int, PeerConnection] = {}
+        self._awaited: list[int] = []  # indices of the ranks for which a thread waits now; a list for each wait
 
     def read_peers(self, connections: dict[int, PeerConnection]) -> None:
         """Read the memory of the peers instead of receiving messages; none for messages.
@@ -253,9 +218,10 @@ class GlooTransport(Transport):
 
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Messages:
         if not outgoing[self.index].numel():
-            return Messages([])
-        recvs = [self.recv(incoming[index], index, tag) for index in reversed(self._others)]
-        return Messages([*recvs, *(self.send(outgoing[index], index, tag) for index in self._others)])
+            return Messages([], self._set_awaited)
+        recvs = [(index, self.recv(incoming[index], index, tag)) for index in reversed(self._others)]
+        sends = [(index, self.send(outgoing[index], index, tag)) for index in self._others]
+        return Messages([*recvs, *sends], self._set_awaited)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
         """Send to the rank of index `dest`, or let it read."""
@@ -305,6 +271,25 @@ class GlooTransport(Transport):
             step *= 2
         return flags
 
+    def _set_awaited(self, peers: list[int]) -> None:
+        self._awaited = peers
+
+    @override
+    def lost_ranks(self) -> list[int]:
+        """See `Transport.lost_ranks`.
+
+        Gloo refuses a receive from a rank whose connection is closed. That rank may have ended after it had sent all:
+        then the wait ends, too.
+        """
+        awaited = self._awaited
+        for peer in () if self._connections else awaited:
+            try:
+                self.group.recv([torch.empty(1)], peer, _PROBE_TAG)  # which stays posted: nobody sends it
+            except RuntimeError:
+                time.sleep(_LOST_S)
+                return [self.fingerprint.ranks[peer]] if self._awaited is awaited else []
+        return []
+
     @override
     def cancel(self) -> None:
         """See `Transport.cancel`.
@@ -328,7 +313,7 @@ def cancel_group(group: dist.ProcessGroup) -> None:
     for step in range(1, group.size()):  # until one is alive: where none is, nothing waits
         with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
             other = (group.rank() + step) % group.size()
-            group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1)], other, _CANCEL_TAG).wait(timedelta(milliseconds=1))
 
 
 class BackendTransport(Transport):

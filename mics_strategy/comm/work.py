@@ -56,6 +56,55 @@ class Prologue:
         self.prepare()
 
 
+class Pending(Protocol):
+    """One collective in flight, or one that starts when it is waited for."""
+
+    def wait(self) -> object:
+        """Make all received rows valid, and let the memory of the sent ones be overwritten.
+
+        It blocks (CPU), or makes the current stream wait (CUDA).
+        """
+
+
+class Messages:
+    """Messages in flight.
+
+    Args:
+        works: Work of the receives, then of the sends, each with the index of the other rank.
+        set_awaited: Called with that index before each wait, in a list of its own; with an empty one behind the last.
+    """
+
+    __slots__ = ("_set_awaited", "_works")
+
+    def __init__(self, works: list[tuple[int, BackendWork]], set_awaited: Callable[[list[int]], None]) -> None:
+        self._works = works
+        self._set_awaited = set_awaited
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for peer, work in self._works:
+            self._set_awaited([peer])
+            work.wait()
+        self._set_awaited([])
+
+
+class Launch:
+    """A collective of a backend with streams, which runs on the stream that waits for it.
+
+    Args:
+        run: Runs it.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        self._run()
+
+
 class Work:
     """One started collective and the steps that follow it.
 

@@ -44,7 +44,7 @@ def test_a_preset_a_configuration_and_options_are_taken(given: Any, options: Any
     ("options", "match"),
     [
         ({"partition_sise": 2}, "Unknown option 'partition_sise'.*'partition_size'"),
-        ({"partition_group_size": 2}, "Unknown option 'partition_group_size'.*Known: units, recovery, activation_bytes"),
+        ({"partition_group_size": 2}, "Unknown option 'partition_group_size'.*Known: units, recovery, activation"),
         ({"state_dict": "FULL_STATE_DICT"}, "Unknown option 'state_dict'.*'state_dict_type'"),
         ({"prefetch": 0}, "prefetch=0"),
         ({"config": "zero4"}, "zero4.*not known"),

@@ -50,7 +50,7 @@ def opened(name: str = "test") -> Iterator[CommThread]:
     try:
         yield comm_thread
     finally:
-        comm_thread.close([])
+        comm_thread.close()
     assert not threads_of(name)
 
 
@@ -378,15 +378,15 @@ def test_nothing_of_a_task_is_for_autograd() -> None:
 def test_a_thread_without_tasks_has_no_thread_and_closes() -> None:
     comm_thread = CommThread("idle", NullWatchdog())
     assert not threads_of("idle")
-    comm_thread.close([])
+    comm_thread.close()
 
 
 def test_closing_twice_and_asking_again_is_fine() -> None:
     comm_thread, ran = CommThread("again", NullWatchdog()), []
     for number in range(2):
         run(comm_thread, lambda number=number: ran.append(number)).wait()
-        comm_thread.close([])
-        comm_thread.close([])
+        comm_thread.close()
+        comm_thread.close()
         assert not threads_of("again")
     assert ran == [0, 1]
 

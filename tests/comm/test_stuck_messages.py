@@ -4,6 +4,7 @@ A message that does not fit into the buffers of its socket is sent in parts. Glo
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from mics_strategy.comm.desync import DesyncWatchdog
@@ -21,10 +22,11 @@ from mics_strategy.comm.queue import CommThread, TaskSteps
 from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.comm.workspace import Workspace
 
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-transport, thread = GlooTransport(dist.new_group([0, 1]), "two"), CommThread("thread", DesyncWatchdog(rank))
-sent, received = torch.zeros(2, 40_000_000), torch.zeros(2, 40_000_000)  # 160 MB a message
+rank, size = int(sys.argv[1]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=size)
+transport = GlooTransport(dist.new_group(list(range(size))), "all")
+thread = CommThread("thread", DesyncWatchdog(rank), [transport])
+sent, received = torch.zeros(size, 40_000_000), torch.zeros(size, 40_000_000)  # 160 MB a message
 
 def exchange():
     messages = transport.exchange(received.view(-1), sent.view(-1), 7)
@@ -32,39 +34,62 @@ def exchange():
     messages.wait()
 
 def submit():
-    return thread.submit("Task", "numbers", frozenset([0, 1]), TaskSteps(exchange, None, Workspace()))
+    return thread.submit("Task", "numbers", frozenset(range(size)), TaskSteps(exchange, None, Workspace()))
+
+def report(wait):
+    try:
+        wait()
+    except RuntimeError as error:
+        print(error, flush=True)
 
 dist.barrier()
 queued = submit()
 if rank == 1:
     time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL if size > 2 else signal.SIGSTOP)
+"""
+CANCELS = """
 time.sleep(0.5)
 transport.cancel()
 thread.fail_stuck()
 for work in (queued, submit()):
-    try:
-        work.join()
-    except RuntimeError as error:
-        print(error, flush=True)
-thread.close([transport])
+    report(work.join)
+thread.close()
+"""
+WAITS = """
+report(queued.wait)
+thread.close()
 """
 
 
-@pytest.mark.slow
-def test_what_was_sent_in_part_is_given_up_when_it_is_cancelled(tmp_path: Path) -> None:
+def run(folder: Path, size: int, script: str, waits_for: list[int]) -> tuple[list[list[str]], list[int]]:
+    """What ranks print, and how all have ended; those for which nobody waits are killed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT + script]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")], env=env, stdout=-1, text=True
-        )
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(folder / "store"), str(size)], env=env, stdout=-1, text=True)
+        for rank in range(size)
     ]
     try:
-        printed = ranks[0].communicate(timeout=60)[0]
+        printed = [ranks[rank].communicate(timeout=90)[0].splitlines() for rank in waits_for]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert printed.splitlines() == ["a message of which a part had been sent or had arrived was given up"] * 2
-    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL]
+    return printed, [rank.returncode for rank in ranks]
+
+
+@pytest.mark.slow
+def test_who_waits_for_the_rest_of_a_message_of_a_dead_rank_is_told(tmp_path: Path) -> None:
+    """By gloo, if no part of its message has arrived; rank 2 may see the end of rank 0 before that of rank 1."""
+    printed, codes = run(tmp_path, 3, WAITS, [0, 2])
+    told = "rank [01] ended before a message was complete|.*Connection (reset|closed) by peer.*"
+    assert all(len(lines) == 1 and re.fullmatch(told, lines[0]) for lines in printed), printed
+    assert codes == [0, -signal.SIGKILL, 0]
+
+
+@pytest.mark.slow
+def test_what_was_sent_in_part_is_given_up_when_it_is_cancelled(tmp_path: Path) -> None:
+    printed, codes = run(tmp_path, 2, CANCELS, [0])
+    assert printed == [["a message of which a part had been sent or had arrived was given up"] * 2]
+    assert codes == [0, -signal.SIGKILL]
