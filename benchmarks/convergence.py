@@ -82,6 +82,12 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "outer-30-warm-delay": {**_ISLANDS, "outer_every": 30, "outer_delay": 5},
     "outer-30-warm-delay-half": {**_ISLANDS, "outer_every": 30, "outer_delay": 5, "outer_alpha": 0.5},
     "outer-30-warm-fragments": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3},
+    "outer-30-warm-fragments-int4": {
+        **_ISLANDS,
+        "outer_every": 30,
+        "outer_fragments": 3,
+        "outer_codec": "int4",
+    },
     "outer-30-warm-both": {**_ISLANDS, "outer_every": 30, "outer_fragments": 3, "outer_delay": 5},
     "outer-30-warm-both-int4": {
         **_ISLANDS,
@@ -137,6 +143,7 @@ class _Job:
     names: list[str]
     seeds: list[int]
     every: int
+    muon_lr: float | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--steps", type=int, default=400, help="of the optimizer")
     add("--every", type=int, default=40, help="steps between evaluations")
+    add("--muon-lr", type=float, help="of torch's Muon for the matrices of layers, beside AdamW for the rest")
     add("--recipe", nargs="+", default=[], metavar="FIELD=VALUE", help="of the demo's recipe, to change it")
     add("--timeout-s", type=float, default=3600.0, help="for everything")
     add("--output", type=Path, default=Path("runs/convergence"), help="a folder for JSON and, with matplotlib, a plot")
@@ -262,7 +270,11 @@ def _train(recipe: Recipe, names: list[str], options: argparse.Namespace) -> lis
     written = options.output / "curves.jsonl"  # grows with every training, so that an interrupted run leaves something
     written.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
-        job = (_Job(recipe=recipe, names=names, seeds=options.seeds, every=options.every), folder, written)
+        job = (
+            _Job(recipe=recipe, names=names, seeds=options.seeds, every=options.every, muon_lr=options.muon_lr),
+            folder,
+            written,
+        )
         ranks = spawn(_rank, job, nprocs=_RANKS, join=False)
         try:
             while not ranks.join(timeout=1.0):
@@ -284,7 +296,9 @@ def _rank(rank: int, job: _Job, folder: str, written: Path) -> None:
             store = Path(folder, f"store-{name}-{seed}")
             dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS, timeout=_SILENCE)
             configs = _configs(name, trainer.max_steps)
-            curve = learn(dataclasses.replace(job.recipe, trainer=trainer), name, configs, every=job.every)
+            curve = learn(
+                dataclasses.replace(job.recipe, trainer=trainer), name, configs, every=job.every, muon_lr=job.muon_lr
+            )
             if rank == 0:
                 with written.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(curve)) + "\n")

@@ -58,10 +58,19 @@ class _Job:
 
     model: nn.Module
     sharded: Sharded
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
+
+    def step(self, clip_norm: float) -> None:
+        """Clip and step."""
+        self.sharded.clip_grad_norm_(clip_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, every: int) -> Curve:
+def learn(
+    recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, every: int, muon_lr: float | None = None
+) -> Curve:
     """Train a recipe from new weights, with the default process group.
 
     Args:
@@ -70,6 +79,7 @@ def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, e
         configs: Sharding of the model states, by the number of optimizer steps before it: the first is 0. Each later
             one resumes from a checkpoint of the one before.
         every: Optimizer steps between evaluations; the last step is always followed by one.
+        muon_lr: Rate of torch's Muon, for the matrices of the layers; AdamW has the rest, or all without it.
     """
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed
     data = prepare(recipe.data, recipe.model.vocab_rows)
@@ -81,26 +91,22 @@ def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, e
     )
     batches = iter(TrainLoader(data.train, batch, dist.get_rank(), num_steps, seed))
     held_out = ValidationLoader(data.validation, batch, dist.get_rank(), recipe.data.validation_sequences)
-    job = _start(recipe, configs[0])
+    job = _start(recipe, configs[0], muon_lr)
     steps, losses, train_losses, sent_bytes = [0], [_evaluate(job.model, held_out)], [], 0
     sums = torch.zeros(2, dtype=torch.float64)
     for step in range(num_steps):
         if step and step in configs:
-            job = _resume(recipe, configs[step], job)
+            job = _resume(recipe, configs[step], job, muon_lr)
         for index in range(batch.accumulation):
             with job.sharded.micro_step(index, of=batch.accumulation):
                 loss = _loss_sum(job.model, micro := next(batches)) / micro["labels"].numel()
                 (loss / batch.accumulation).backward()
             sums += torch.tensor([loss.item(), 1.0])
-        job.sharded.clip_grad_norm_(recipe.optimizer.clip_norm)
-        for group in job.optimizer.param_groups:
-            group["lr"] = _learning_rate(recipe, step)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        for group in (group for optimizer in job.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * _share_of_lr(recipe, step)
+        job.step(recipe.optimizer.clip_norm)
         if step + 1 == num_steps and finish_delayed(job.sharded):
-            job.sharded.clip_grad_norm_(recipe.optimizer.clip_norm)
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+            job.step(recipe.optimizer.clip_norm)
         if step in configs:
             sent_bytes = sum(item.sent_bytes for item in job.sharded.plan.collectives)
         if (step + 1) % every == 0 or step + 1 == num_steps:
@@ -119,30 +125,38 @@ def learn(recipe: Recipe, variant: str, configs: Mapping[int, ShardConfig], *, e
     )
 
 
-def _start(recipe: Recipe, config: ShardConfig) -> _Job:
+def _start(recipe: Recipe, config: ShardConfig, muon_lr: float | None) -> _Job:
     torch.manual_seed(recipe.trainer.seed)
     model = build_model(recipe.model, recipe.data.sequence_length)
-    sharded = shard(model, config)
-    groups = parameter_groups(model, recipe.optimizer.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
-    return _Job(model=model, sharded=sharded, optimizer=optimizer)
+    sharded = shard(model, config if muon_lr is None else config.replace(optimizer_layout="tensors"))
+    matrices = [p for name, p in model.named_parameters() if muon_lr is not None and p.ndim == 2 and ".layers." in name]
+    options, taken = recipe.optimizer, set(matrices)
+    groups: list[dict[str, Any]] = parameter_groups(model, options.weight_decay)
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in taken]
+        group["initial_lr"] = options.lr
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=options.betas, eps=options.eps)]
+    if matrices:
+        group = {"params": matrices, "weight_decay": options.weight_decay, "initial_lr": muon_lr}
+        optimizers.append(torch.optim.Muon([group]))
+    return _Job(model=model, sharded=sharded, optimizers=optimizers)
 
 
-def _resume(recipe: Recipe, config: ShardConfig, job: _Job) -> _Job:
+def _resume(recipe: Recipe, config: ShardConfig, job: _Job, muon_lr: float | None) -> _Job:
     """Save a job and continue it with another configuration, as a script that is started again does."""
-    resumed = _start(recipe, config)
+    resumed = _start(recipe, config, muon_lr)
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:  # rank 0's; the others' stay empty
         path = Path(folder, "checkpoint")
-        save_checkpoint(path, job.sharded, [job.optimizer])
-        load_checkpoint(path, resumed.sharded, [resumed.optimizer])
+        save_checkpoint(path, job.sharded, job.optimizers)
+        load_checkpoint(path, resumed.sharded, resumed.optimizers)
         dist.barrier()  # then all ranks have read it
     return resumed
 
 
-def _learning_rate(recipe: Recipe, step: int) -> float:
+def _share_of_lr(recipe: Recipe, step: int) -> float:
     schedule = recipe.schedule
     total = recipe.trainer.max_steps if schedule.total_steps == "auto" else schedule.total_steps
-    share = lr_share(
+    return lr_share(
         schedule.name,
         step,
         total=total,
@@ -150,7 +164,6 @@ def _learning_rate(recipe: Recipe, step: int) -> float:
         decay=schedule.decay_steps,
         floor=schedule.floor,
     )
-    return recipe.optimizer.lr * share
 
 
 @torch.no_grad()
