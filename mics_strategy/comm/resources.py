@@ -276,7 +276,7 @@ class CommResources:
         """Destroy the groups, which ends the threads of gloo. Not collective; no collective may be unfinished."""
         self.stop()
         if self.is_stuck:
-            _keep_groups()
+            keep_groups()
         for transport in self._transports:
             transport.close()
         self._transports.clear()
@@ -398,7 +398,7 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
-def _keep_groups() -> None:
+def keep_groups() -> None:
     """Let no group be freed: its destructor joins its threads, of which one waits, or is the parent process's."""
     groups = {id(group): group for group in dist.distributed_c10d._world.pg_map}
     groups |= {id(transport.group): transport.group for own in _on_gloo for transport in own._transports}
@@ -417,11 +417,11 @@ def _close_gloo() -> None:
     """
     owned = [resources for resources in _on_gloo if resources.process_id == os.getpid()]
     if len(owned) < len(_on_gloo):
-        _keep_groups()
+        keep_groups()
     for resources in owned:
         resources.stop()
     if any(resources.is_stuck for resources in owned):
-        _keep_groups()
+        keep_groups()
     elif not has_pending_work():
         for resources in owned:
             resources.close()

@@ -187,7 +187,7 @@ class GlooTransport(Transport):
         super().__init__(group, axis)
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
         self._connections: dict[int, PeerConnection] = {}
-        self._awaited: list[int] = []  # indices of the ranks for which a thread waits now; a list for each wait
+        self._awaited: list[int] = []
 
     def read_peers(self, connections: dict[int, PeerConnection]) -> None:
         """Read the memory of the peers instead of receiving messages; none for messages.
@@ -218,10 +218,10 @@ class GlooTransport(Transport):
 
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Messages:
         if not outgoing[self.index].numel():
-            return Messages([], self._set_awaited)
+            return Messages([], self.set_awaited)
         recvs = [(index, self.recv(incoming[index], index, tag)) for index in reversed(self._others)]
         sends = [(index, self.send(outgoing[index], index, tag)) for index in self._others]
-        return Messages([*recvs, *sends], self._set_awaited)
+        return Messages([*recvs, *sends], self.set_awaited)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
         """Send to the rank of index `dest`, or let it read."""
@@ -271,7 +271,8 @@ class GlooTransport(Transport):
             step *= 2
         return flags
 
-    def _set_awaited(self, peers: list[int]) -> None:
+    def set_awaited(self, peers: list[int]) -> None:
+        """Note for which ranks, by their indices, a thread waits now. Each wait has a list of its own."""
         self._awaited = peers
 
     @override

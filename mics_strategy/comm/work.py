@@ -33,6 +33,9 @@ class BackendWork(Protocol):
 class QueuedWork(BackendWork, Protocol):
     """Work of a communication thread."""
 
+    def is_completed(self, within_s: float = 0.0) -> bool:
+        """Whether the work has ended, with or without an error, within that time."""
+
     def join(self) -> None:
         """Block another communication thread until the work has ended. Raises its error."""
 

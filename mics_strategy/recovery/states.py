@@ -10,7 +10,8 @@ A sender posts messages with the length of the text, the text, the state of torc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol, cast
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.host_messages import MessageWaits
 from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.optimizer.kinds import has_states_elsewhere
@@ -168,29 +170,29 @@ class RankStates:
     def _send(self, target: int) -> StateBytes:
         """Send this rank's states."""
         states = self.encode()
-        transport, index = self._link_to(target)
-
-        def send(message: torch.Tensor) -> int:
-            if message.numel():
-                transport.send(message, index, _TAG).wait()
-            return message.numel() * message.itemsize
-
         text = torch.frombuffer(bytearray(states.text.encode()), dtype=torch.uint8)
-        text_bytes = sum(map(send, (torch.tensor([len(text)]), text, torch.get_rng_state())))
-        return StateBytes(states.num_bytes, sum(send(as_bytes(tensor)) for tensor in states.tensors), text_bytes)
+        with self._link_to(target) as (transport, index, waits):
+
+            def send(message: torch.Tensor) -> int:
+                if message.numel():
+                    waits.wait([(index, transport.send(message, index, _TAG))])
+                return message.numel() * message.itemsize
+
+            text_bytes = sum(map(send, (torch.tensor([len(text)]), text, torch.get_rng_state())))
+            return StateBytes(states.num_bytes, sum(send(as_bytes(tensor)) for tensor in states.tensors), text_bytes)
 
     def _receive(self, source: int) -> None:
         """Receive the states of a rank, and take them over, with the state of its generator."""
-        transport, index = self._link_to(source)
-
-        def receive(out: torch.Tensor) -> torch.Tensor:
-            transport.recv(out, index, _TAG).wait()
-            return out
-
         length, random_state = torch.zeros(1, dtype=torch.int64), torch.get_rng_state()
-        text = receive(torch.empty(int(receive(length)), dtype=torch.uint8))
-        receive(random_state)
-        value = decode(bytes(text.numpy()).decode(), receive)
+        with self._link_to(source) as (transport, index, waits):
+
+            def receive(out: torch.Tensor) -> torch.Tensor:
+                waits.wait([(index, transport.recv(out, index, _TAG))])
+                return out
+
+            text = receive(torch.empty(int(receive(length)), dtype=torch.uint8))
+            receive(random_state)
+            value = decode(bytes(text.numpy()).decode(), receive)
         try:
             self._take_over(value)
         except Exception as error:  # of an object's `load_state_dict`: no failure of the job
@@ -200,11 +202,16 @@ class RankStates:
             ) from error
         torch.set_rng_state(random_state)
 
-    def _link_to(self, rank: int) -> tuple[GlooTransport, int]:
-        """The transport to another rank, and its index there."""
+    @contextmanager
+    def _link_to(self, rank: int) -> Iterator[tuple[GlooTransport, int, MessageWaits]]:
+        """The transport to another rank, its index there, and waits for messages."""
         group = self._sharded.internals.groups.world_group
         transport = cast("GlooTransport", group.transport if group is not None else None)  # checked by `Recovery`
-        return transport, transport.fingerprint.ranks.index(rank)
+        waits = MessageWaits("mics states", transport)
+        try:
+            yield transport, transport.fingerprint.ranks.index(rank), waits
+        finally:
+            waits.close()
 
     def _take_over(self, value: dict[str, Any]) -> None:
         internals = self._sharded.internals

@@ -53,6 +53,7 @@ class BuddyExchange:
 
     def __init__(self, messages: HostMessages, nodes: Nodes, rank: int) -> None:
         self._messages = messages
+        self._waits = messages.waits("mics buddy") if nodes.num_nodes > 1 else None
         self._buddy = nodes.buddy_of(rank)
         self._wards = nodes.wards_of(rank)
         self._rank = rank
@@ -100,23 +101,29 @@ class BuddyExchange:
         self, sent: list[torch.Tensor], numels: list[int], dtype: torch.dtype = torch.int64
     ) -> list[torch.Tensor]:
         received = [torch.empty(numel, dtype=dtype) for numel in numels]
-        works = [self._messages.recv(tensor, rank, _TAG) for tensor, rank in zip(received, self._wards, strict=True)]
-        works += [self._messages.send(tensor, self._buddy, _TAG) for tensor in sent if self._buddy is not None]
-        _wait(works)
+        pairs = zip(received, self._wards, strict=True)
+        works = [(rank, self._messages.recv(tensor, rank, _TAG)) for tensor, rank in pairs]
+        if self._buddy is not None:
+            works += [(self._buddy, self._messages.send(tensor, self._buddy, _TAG)) for tensor in sent]
+        self._wait(works)
         return received
+
+    def _wait(self, works: list[tuple[int, BackendWork]]) -> None:
+        if self._waits is not None:
+            self._waits.wait(works)
 
     def _exchange_chunk(self, chunk: torch.Tensor | None, places: list[Iterator[tuple[BinaryIO, int]]]) -> bool:
         """Exchange the next chunk with every rank that has one; returns whether there was any."""
-        works: list[BackendWork] = []
+        works: list[tuple[int, BackendWork]] = []
         arriving: list[tuple[BinaryIO, torch.Tensor]] = []
         for rank, place in zip(self._wards, places, strict=True):
             file, num_bytes = next(place, (None, 0))
             if file is not None:
                 arriving.append((file, torch.empty(num_bytes, dtype=torch.uint8)))
-                works.append(self._messages.recv(arriving[-1][1], rank, _TAG))
+                works.append((rank, self._messages.recv(arriving[-1][1], rank, _TAG)))
         if chunk is not None and self._buddy is not None:
-            works.append(self._messages.send(chunk, self._buddy, _TAG))
-        _wait(works)
+            works.append((self._buddy, self._messages.send(chunk, self._buddy, _TAG)))
+        self._wait(works)
         for file, data in arriving:
             file.write(data.numpy().data)
         return bool(works)
@@ -149,8 +156,3 @@ def _chunks_of(files: list[BinaryIO]) -> Iterator[torch.Tensor]:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _wait(works: list[BackendWork]) -> None:
-    for work in works:
-        work.wait()

@@ -272,7 +272,9 @@ class MemorySnapshots:
         )
         pending = PendingSave(writer.folder)
         self._pending = pending, writer
-        threading.Thread(target=pending.run, args=(writer.write,), name=f"snapshot {manifest.step}").start()
+        threading.Thread(  # it delays no end of the process: the snapshot before is whole
+            target=pending.run, args=(writer.write,), name=f"snapshot {manifest.step}", daemon=True
+        ).start()
 
     def _check_place(self, planner: ShardedSavePlanner) -> list[Path]:
         """Check that the memory of a node holds what its ranks write and receive. Ranks of a node write about alike.

@@ -58,6 +58,7 @@ class PieceExchange:
         self._thread: threading.Thread | None = None
         self.received_bytes = 0
         if any(len(found) < nodes.num_nodes for found in nodes_with.values()):
+            self._reads, self._answers = messages.waits("mics pieces"), messages.waits("mics answers")
             self._thread = threading.Thread(target=self._serve, name="pieces of a snapshot", daemon=True)
             self._thread.start()
 
@@ -81,8 +82,8 @@ class PieceExchange:
                 piece = torch.empty(min(_CHUNK_BYTES, offset + num_bytes - start), dtype=torch.uint8)
                 request = torch.tensor([_PIECE, number, start, piece.numel()])
                 try:
-                    self._messages.send(request, source, _REQUEST_TAG).wait()
-                    self._messages.recv(piece, source, _PIECE_TAG).wait()
+                    arriving = source, self._messages.recv(piece, source, _PIECE_TAG)
+                    self._reads.wait([arriving, (source, self._messages.send(request, source, _REQUEST_TAG))])
                 except RuntimeError as error:
                     raise CheckpointError(f"Rank {source} did not send a piece of `{name}`: {error}") from error
                 pieces.append(piece.numpy().tobytes())
@@ -98,7 +99,8 @@ class PieceExchange:
                 if kind == _END:
                     return
                 data = bytearray(_read_piece(self._folder / self._names[number], offset, num_bytes))
-                self._messages.send(torch.frombuffer(data, dtype=torch.uint8), rank, _PIECE_TAG).wait()
+                piece = torch.frombuffer(data, dtype=torch.uint8)
+                self._answers.wait([(rank, self._messages.send(piece, rank, _PIECE_TAG))])
         except (RuntimeError, IndexError):  # a peer died, or this node's file did: who waits for a piece raises
             self._messages.cancel()
 

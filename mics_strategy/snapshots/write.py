@@ -100,7 +100,7 @@ class SnapshotWriter:
                 failure = f"Rank {self.rank} could not keep a snapshot of step {self.manifest.step}: {error}"
             self.channel.send(f"{stage} {self.rank}", failure.encode())
             if self.rank == 0:
-                ranks = range(self.manifest.world_size)
+                ranks = range(self.manifest.world_size if not failure else 1)  # others may be gone
                 failures = [self.channel.recv(f"{stage} {rank}", rank).decode(errors="replace") for rank in ranks]
                 for rank in ranks:
                     self.channel.delete(f"{stage} {rank}")

@@ -42,13 +42,16 @@ def report(wait):
     except RuntimeError as error:
         print(error, flush=True)
 
+def die(signal_number):
+    if rank == 1:
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal_number)
+
 dist.barrier()
-queued = submit()
-if rank == 1:
-    time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL if size > 2 else signal.SIGSTOP)
 """
 CANCELS = """
+queued = submit()
+die(signal.SIGSTOP)
 time.sleep(0.5)
 transport.cancel()
 thread.fail_stuck()
@@ -57,8 +60,20 @@ for work in (queued, submit()):
 thread.close()
 """
 WAITS = """
+queued = submit()
+die(signal.SIGKILL)
 report(queued.wait)
 thread.close()
+"""
+BETWEEN_HOSTS = """
+from mics_strategy.comm.host_messages import HostMessages
+messages = HostMessages("hosts")
+waits, others = messages.waits("hosts"), [other for other in range(size) if other != rank]
+works = [(other, messages.recv(received[other], other, 1)) for other in others]
+works += [(other, messages.send(sent[other], other, 1)) for other in others]
+die(signal.SIGKILL)
+report(lambda: waits.wait(works))
+messages.close()
 """
 
 
@@ -80,9 +95,10 @@ def run(folder: Path, size: int, script: str, waits_for: list[int]) -> tuple[lis
 
 
 @pytest.mark.slow
-def test_who_waits_for_the_rest_of_a_message_of_a_dead_rank_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [WAITS, BETWEEN_HOSTS], ids=["in a step", "between hosts"])
+def test_who_waits_for_the_rest_of_a_message_of_a_dead_rank_is_told(tmp_path: Path, script: str) -> None:
     """By gloo, if no part of its message has arrived; rank 2 may see the end of rank 0 before that of rank 1."""
-    printed, codes = run(tmp_path, 3, WAITS, [0, 2])
+    printed, codes = run(tmp_path, 3, script, [0, 2])
     told = "rank [01] ended before a message was complete|.*Connection (reset|closed) by peer.*"
     assert all(len(lines) == 1 and re.fullmatch(told, lines[0]) for lines in printed), printed
     assert codes == [0, -signal.SIGKILL, 0]
