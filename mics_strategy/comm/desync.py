@@ -291,7 +291,8 @@ class DesyncWatchdog:
         )
 
     def _publish_report(self, op: OpId) -> None:
-        counts = [(queue, sorted(ranks), count) for (queue, ranks), count in self._counts.items()]
+        known = dict(self._counts)  # to which other threads may add meanwhile
+        counts = [(queue, sorted(ranks), count) for (queue, ranks), count in known.items()]
         report = [op.queue, op.number, op.label, op.size, sorted(op.ranks), counts, self.num_backwards]
         self._store.set(self._key(self.rank), json.dumps(report))
 

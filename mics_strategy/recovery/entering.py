@@ -45,13 +45,15 @@ class Admission:
 def begin_job(policy: LossPolicy) -> Membership:
     """Begin a job of all ranks of the default group. Collective."""
     rank = dist.get_rank()
-    client = own_client(dist.distributed_c10d._get_default_store())
+    launched_with = dist.distributed_c10d._get_default_store()
+    client = own_client(launched_with)
     sockets = PeerSockets(rank, client)
     greetings = gather_objects((uuid.uuid4().hex, sockets.address), "Recovery")
     name, addresses = greetings[0][0], {number: address for number, (_, address) in enumerate(greetings)}
     store = store_of_job(client, name)
     sockets.connect(addresses, name)
     membership = Membership(rank, list(addresses), 0, store, sockets, policy)
+    membership.launched_with = launched_with
     if rank == 0:
         for number, address in addresses.items():
             store.set(f"address/{number}", json.dumps(address))

@@ -105,6 +105,7 @@ class Membership:
         store: Store of the process groups of this generation, once it has begun.
         has_failed: Whether a collective of this generation has failed on any process, or all have ended.
         applications: Applications to join, which the first member answers.
+        launched_with: Store of the first groups, which torch drops with them; its server may be in this process.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Membership:
         self.policy = policy
         self.has_failed = False
         self.store: GenerationStore | None = None  # held here: torch keeps only the part of it that is in C++
+        self.launched_with: Any = None
         self.applications = Applications(store)
         self._store = store
         self._sockets = sockets
