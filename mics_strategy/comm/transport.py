@@ -300,7 +300,8 @@ class GlooTransport(Transport):
         """
         for peer in self._connections.values():
             peer.cancel()
-        cancel_group(self.group)
+        with suppress(AttributeError):  # another thread has closed it meanwhile
+            cancel_group(self.group)
 
     @override
     def close(self) -> None:

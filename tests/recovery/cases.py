@@ -52,11 +52,12 @@ def check_case(case: Case, results: dict[str, dict[int, Any]]) -> None:
     ranks = [job[number]["rank"] for number in case.survivors]  # of newcomers: in the order in which they asked
     assert sorted(ranks) == list(range(len(case.survivors)))
     assert ranks == sorted(ranks) or case.scenario.joins
+    last_joined = max(min(job[number]["losses"]) for number in case.survivors)  # until then ranks had other numbers
     for number in case.survivors:
         result, expected = job[number], reference[job[number]["rank"]]
         first = min(result["losses"])  # of a newcomer: that in front of which it has joined
         assert first == 0 or number >= case.scenario.world_size
-        for step in range(max(first, case.continues_at), case.scenario.num_steps):
+        for step in range(max(last_joined, case.continues_at), case.scenario.num_steps):
             assert result["losses"][step] == expected["losses"][step], (number, step)
             assert result["sizes"][step] == len(case.survivors)
         assert result["steps_done"] == case.scenario.num_steps

@@ -103,6 +103,7 @@ class Killer:
         self._kill = kill
         self.step = -1
         self._stack = contextlib.ExitStack()
+        self._clock: threading.Timer | None = None
         if kill is None:
             return
         patches = {
@@ -138,7 +139,14 @@ class Killer:
                 (folder / f"killed-{os.getpid()}").write_text(str(time.time()))
                 die()
 
-            threading.Timer(self._kill[0], note_and_die).start()
+            self._clock = threading.Timer(self._kill[0], note_and_die)
+            self._clock.start()
+
+    def stop_clock(self) -> None:
+        """Do not die any more: the result is written now."""
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock.join()
 
     def strike(self, point: str) -> None:
         """Die if this is the point and the step."""
@@ -336,6 +344,7 @@ def run_rank(scenario: Scenario, number: int, port: int, folder: Path) -> None:
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         atexit._run_exitfuncs()  # as at the end of a script
+    killer.stop_clock()
     (folder / str(number)).write_bytes(pickle.dumps(result))
     os._exit(0)
 

@@ -83,6 +83,9 @@ def case_of(scenario: Scenario, results: dict[int, Any]) -> Case | None:
     """What must have come of a job, by the steps in which its ranks became fewer; None where none did."""
     finished = {number: result for number, result in results.items() if "error" not in result}
     sizes = finished[min(finished)]["sizes"]
+    num_killed_late = sizes[NUM_STEPS - 1] - len(finished)
+    if 0 < num_killed_late <= sum(int(number) not in results for number in scenario.kills):
+        return None  # behind the last step
     phases: list[tuple[int, int]] = []
     for step in range(NUM_STEPS):
         if sizes[step] != (phases[-1][1] if phases else scenario.world_size):
