@@ -55,7 +55,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     Attributes:
         config: Requested configuration.
-        recovery: What `recovery` asks for.
+        recovery: Snapshots that `recovery` asks for.
 
     Raises:
         ConfigError: An option is unknown or invalid, or belongs to FSDP and has no meaning here.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mics_strategy import ConfigError, MemorySnapshots, Sharded
+from mics_strategy import CheckpointError, ConfigError, MemorySnapshots, Sharded
 from mics_strategy.accelerate import framework
 from mics_strategy.checkpoint.random_states import restore_rng, save_rng
 from mics_strategy.snapshots.job import RecoveryOptions, SnapshotJob
@@ -28,7 +28,7 @@ def snapshots_during(trainer: Any, recovery: RecoveryOptions) -> Iterator[Traine
 
     Args:
         trainer: The Trainer, before it trains.
-        recovery: What the plugin asks for.
+        recovery: Snapshots that the plugin asks for.
 
     Yields:
         The snapshots; None where none are asked for.
@@ -65,7 +65,8 @@ class TrainerSnapshots:
 
     Raises:
         ConfigError: `auto_find_batch_size` is on, or an option is invalid, or differs between ranks.
-        CheckpointError: The folder of the snapshots cannot be used. Raised on every rank.
+        CheckpointError: The folder of the snapshots cannot be used, or another kind of script has taken them. Raised
+            on every rank.
     """
 
     def __init__(self, trainer: Any, recovery: RecoveryOptions, folder: Path) -> None:
@@ -82,6 +83,12 @@ class TrainerSnapshots:
         self._seen = self._counted = 0  # steps
         self.path: str | None = None
         if self._opened is not None:
+            if "trainer" not in self._opened.extra:
+                self.abandon()
+                raise CheckpointError(
+                    f"The snapshot in `{self._job.place.folder.path}` was not taken by `transformers.Trainer`, which "
+                    "cannot continue from it. Give this training another `job`, or remove that folder."
+                )
             self.path = str(folder)
             framework.write_checkpoint_files(trainer, folder, self._opened.extra)
 

@@ -67,7 +67,7 @@ class CommThread:
         self._transports = transports
         self._queue: SimpleQueue[_QueuedTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._first_failure = _FirstFailure(self)
+        self._thread_state = _ThreadState(self)
         self._last: _QueuedTask | None = None
         self.is_stuck = False
         weakref.finalize(self, self._queue.put, None)
@@ -86,7 +86,7 @@ class CommThread:
             self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
         op_id = self._watchdog.record(self.name, label, size, ranks)
-        queued = self._last = _QueuedTask(op_id, steps, self._watchdog, self._first_failure, self._last)
+        queued = self._last = _QueuedTask(op_id, steps, self._watchdog, self._thread_state, self._last)
         self._queue.put(queued)
         if self.is_stuck:
             queued.give_up()
@@ -110,7 +110,7 @@ class CommThread:
         """
         if lost := sorted({rank for transport in self._transports for rank in transport.lost_ranks()}):
             names = " and ".join(f"rank {rank}" for rank in lost)
-            self._first_failure.failure = self._first_failure.failure or RuntimeError(
+            self._thread_state.failure = self._thread_state.failure or RuntimeError(
                 f"{names} ended before a message was complete"
             )
             self._cancel()
@@ -137,7 +137,7 @@ class CommThread:
             before_s, cpu_s = cpu_s, cpu_seconds(thread)
             if cpu_s - before_s < _IDLE_CPU_S:  # it waits: one that computes reaches its next message, which fails
                 self.is_stuck = True
-                self._first_failure.failure = self._first_failure.failure or RuntimeError(
+                self._thread_state.failure = self._thread_state.failure or RuntimeError(
                     "a message of which a part had been sent or had arrived was given up"
                 )
                 self._last.give_up()
@@ -172,8 +172,8 @@ def _queued(queue: SimpleQueue[_QueuedTask | None]) -> _QueuedTask | None:
     return None
 
 
-class _FirstFailure:
-    """The failure of the first failed task of a thread."""
+class _ThreadState:
+    """What the tasks of a thread share: the failure of the first failed one, and the thread."""
 
     __slots__ = ("failure", "thread")
 
@@ -185,18 +185,18 @@ class _FirstFailure:
 class _QueuedTask:
     """A task in the queue."""
 
-    __slots__ = ("_behind", "_done", "_failure", "_first_failure", "_op", "_previous", "_steps", "_watchdog")
+    __slots__ = ("_behind", "_done", "_failure", "_op", "_previous", "_steps", "_thread_state", "_watchdog")
 
     def __init__(
         self,
         op: OpId,
         steps: TaskSteps,
         watchdog: DesyncWatchdog,
-        first_failure: _FirstFailure,
+        thread_state: _ThreadState,
         previous: _QueuedTask | None,
     ) -> None:
         self._op = op
-        self._first_failure = first_failure
+        self._thread_state = thread_state
         self._previous = previous
         self._steps: TaskSteps | None = steps
         self._behind = () if steps.prologue is None else steps.prologue.works
@@ -221,23 +221,23 @@ class _QueuedTask:
             self._run(steps.wait)
         del steps  # who waits may free the model next: this thread no longer holds it
         self._behind = ()
-        self._failure = self._first_failure.failure
+        self._failure = self._thread_state.failure
         self._done.set()
 
     def give_up(self) -> None:
         """Fail this task, and the unfinished ones before it, whose thread is stuck."""
         task: _QueuedTask | None = self
         while task is not None and not task._done.is_set():
-            task._failure = self._first_failure.failure
+            task._failure = self._thread_state.failure
             task._done.set()
             task = task._previous
 
     def _run(self, step: Callable[[], None]) -> None:
-        if self._first_failure.failure is None:
+        if self._thread_state.failure is None:
             try:
                 step()
             except BaseException as error:  # raised again where the work is waited for
-                self._first_failure.failure = self._first_failure.failure or error
+                self._thread_state.failure = self._thread_state.failure or error
 
     def wait(self) -> None:
         """Block until the task has ended.
@@ -250,7 +250,7 @@ class _QueuedTask:
     def _is_done_or_lost(self, within_s: float) -> bool:
         if self._is_done(within_s):
             return True
-        thread = self._first_unfinished()._first_failure.thread()
+        thread = self._first_unfinished()._thread_state.thread()
         if thread is not None:
             thread.fail_lost()
         return self._is_done(within_s=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from mics_strategy.snapshots.nodes import Nodes
 from mics_strategy.snapshots.open_snapshot import OpenSnapshot, Place, age_of, find_snapshot
 
 _OPTIONS = ("every", "job", "folder")
+_num_ended: Counter[tuple[Path, str]] = Counter()  # trainings of a named job that this process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class SnapshotJob:
     ) -> None:
         self.every = every
         self._folder = Path(folder)
+        self._named = None if job is None else (self._folder, job)
 
         def look() -> tuple[tuple[object, ...], str, str | None]:
             _check_every(every)
@@ -89,7 +92,8 @@ class SnapshotJob:
             identity = job_folder.folder_identity(user_folder)
             if job is not None:
                 job_folder.check_job(job)
-                return identity, "", job
+                num_ended = _num_ended[self._folder, job]
+                return identity, "", f"{job}.{num_ended}" if num_ended else job
             key = job_folder.launcher_key()
             return identity, key, job_folder.known_job(user_folder, key)
 
@@ -130,6 +134,15 @@ class SnapshotJob:
         else:
             self.report("there is none: the job is new" if self.is_new else "none is whole")
         return snapshot
+
+    def note_end(self) -> None:
+        """The training has ended: a next one in this process has snapshots of its own, also under the same name.
+
+        A script that is started again begins with its first training, which must not continue from those of a later
+        one. Jobs without a name have numbers anyway (see `job_folder.launcher_key`).
+        """
+        if self._named is not None:
+            _num_ended[self._named] += 1
 
     def report(self, text: str) -> None:
         """Print a line on rank 0."""

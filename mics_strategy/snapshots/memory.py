@@ -349,6 +349,8 @@ class MemorySnapshots:
         removes = self._place.nodes.is_leader(self._place.rank) and not keep
         run_on_all_ranks(lambda: self._place.folder.remove() if removes else self._place.folder.release())
         self._place.messages.close()
+        if not keep:
+            self._job.note_end()
 
 
 def _tensor_bytes(planner: ShardedSavePlanner, names: Container[str]) -> int:

@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import framework
+from mics_strategy.snapshots import job
 from tests.accelerate.launchers import ended, started, written
 from tests.accelerate.runs import accelerator, assert_same, run
 from tests.accelerate.trainer_runs import FULL, SHARDED, arguments, launched, llama, logs, trainer, values
@@ -117,6 +118,23 @@ def test_the_last_step_of_an_epoch_counts_behind_its_evaluation(ranks: RankPool,
         assert continued[2] == [3, 4, 5]
         assert continued[0] == whole[0]
         assert_same(continued[1], whole[1], 0.0)
+
+
+def two_trainings(ctx: RankContext, folder: str) -> Any:
+    """Of a script that dies in the second, and begins again with the first."""
+    recovery = {"every": 1, "job": "a-job", "folder": folder}
+    first = trained("first", recovery)
+    with pytest.raises(RuntimeError, match="of a script"):
+        trained("second", recovery, 3)
+    job._num_ended.clear()  # the script is started again
+    return first, trained("first", recovery), trained("second", recovery)
+
+
+def test_the_first_of_two_trainings_does_not_continue_from_the_second(ranks: RankPool, tmp_path: Path) -> None:
+    for first, again, second in run(ranks, 2, two_trainings, str(tmp_path)):
+        assert again[2] == first[2] == [0, 1, 2, 3, 4, 5]
+        assert second[2] == [3, 4, 5]
+        assert_same(again[1], first[1], 0.0)
 
 
 class Compares(Notes):

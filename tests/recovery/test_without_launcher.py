@@ -66,4 +66,5 @@ def test_a_newcomer_joins_a_job_without_a_launcher() -> None:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()
     assert [text.splitlines()[-1] for text in printed] == ["ended with 3"] * 3
