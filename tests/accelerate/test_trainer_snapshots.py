@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mics_strategy import ConfigError
+from mics_strategy import CheckpointError, ConfigError, MemorySnapshots
 from mics_strategy.accelerate import framework
 from mics_strategy.snapshots import job
 from tests.accelerate.launchers import ended, started, written
@@ -64,7 +64,8 @@ def trained(
         notes.trainer = made
         made.train(resume_from_checkpoint=resume)
         assert "_maybe_log_save_evaluate" not in vars(made)
-        return logs(made)[:-1], values(made.model), notes.steps
+        found = [*logs(made)[:-1], {"total_flos": made.state.total_flos}]  # the last entry has means of this run alone
+        return found, values(made.model), notes.steps
 
 
 def die_and_continue(ctx: RankContext, folder: str, dies_at: int, options: dict[str, Any]) -> Any:
@@ -141,8 +142,11 @@ class Compares(Notes):
     """What a snapshot would hold with the files of the checkpoint that was just written."""
 
     found: Any = None
+    flos_of_one_step = 0.0  # which nothing has logged or saved
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.flos_of_one_step = json.loads(framework.checkpoint_state(self.trainer)["trainer"])["total_flos"]
         if state.global_step == 2:
             self.found = framework.checkpoint_state(self.trainer)
         super().on_step_begin(args, state, control)
@@ -151,12 +155,13 @@ class Compares(Notes):
 def beside_the_own_checkpoint(ctx: RankContext) -> Any:
     with launched("mics"):
         compares = Compares()
-        saving = {"save_strategy": "steps", "save_steps": 2}
+        saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 100}
         made = trainer(llama(), arguments("out", **saving), callbacks=[compares])
         compares.trainer = made
         made.train()
     dist.barrier()
     own = json.loads(compares.found["trainer"])
+    assert 2 * compares.flos_of_one_step == own["total_flos"] > 0
     saved = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())
     for state in (own, saved):
         del state["stateful_callbacks"]["TrainerControl"]  # between two events
@@ -218,6 +223,21 @@ def test_what_takes_no_snapshots_is_refused_on_every_rank(
     ranks: RankPool, tmp_path: Path, name: str, words: str
 ) -> None:
     raises_on_every_rank(lambda: run(ranks, 2, refused, name, str(tmp_path)), ConfigError, words)
+
+
+def after_another_script(ctx: RankContext, folder: str) -> None:
+    acc: Any = accelerator("mics")
+    model = nn.Linear(4, 4)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters()))
+    snapshots = MemorySnapshots(acc.sharded_of(model), [optimizer.optimizer], every=1, job="a-job", folder=folder)
+    snapshots.after_step({"step": 1})
+    snapshots.close(keep=True)
+    trained("out", {"every": 1, "job": "a-job", "folder": folder})
+
+
+def test_snapshots_of_another_kind_of_script_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    words = "not taken by `transformers.Trainer`"
+    raises_on_every_rank(lambda: run(ranks, 2, after_another_script, str(tmp_path)), CheckpointError, words)
 
 
 @pytest.mark.slow
