@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ die(signal.SIGKILL)
 report(queued.wait)
 thread.close()
 """
+WAITS_TWICE = """
+first = submit()
+die(signal.SIGSTOP)
+report(first.wait)
+sent += rank + 1
+second = submit()
+report(second.wait)
+print(received[1 - rank][0].item(), received[1 - rank][-1].item(), flush=True)
+thread.close()
+"""
 BETWEEN_HOSTS = """
 from mics_strategy.comm.host_messages import HostMessages
 messages = HostMessages("hosts")
@@ -77,7 +88,9 @@ messages.close()
 """
 
 
-def run(folder: Path, size: int, script: str, waits_for: list[int]) -> tuple[list[list[str]], list[int]]:
+def run(
+    folder: Path, size: int, script: str, waits_for: list[int], stopped_s: float = 0.0
+) -> tuple[list[list[str]], list[int]]:
     """What ranks print, and how all have ended; those for which nobody waits are killed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT + script]
@@ -86,6 +99,9 @@ def run(folder: Path, size: int, script: str, waits_for: list[int]) -> tuple[lis
         for rank in range(size)
     ]
     try:
+        if stopped_s:
+            time.sleep(stopped_s)
+            ranks[1].send_signal(signal.SIGCONT)
         printed = [ranks[rank].communicate(timeout=90)[0].splitlines() for rank in waits_for]
     finally:
         for rank in ranks:
@@ -102,6 +118,14 @@ def test_who_waits_for_the_rest_of_a_message_of_a_dead_rank_is_told(tmp_path: Pa
     told = "rank [01] ended before a message was complete|.*Connection (reset|closed) by peer.*"
     assert all(len(lines) == 1 and re.fullmatch(told, lines[0]) for lines in printed), printed
     assert codes == [0, -signal.SIGKILL, 0]
+
+
+@pytest.mark.slow
+def test_who_is_stopped_in_the_middle_of_a_message_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    """The waiting rank asks the connection twice or more meanwhile."""
+    printed, codes = run(tmp_path, 2, WAITS_TWICE, [0, 1], stopped_s=16.0)  # with the start of the interpreters
+    assert printed == [["2.0 2.0"], ["1.0 1.0"]]
+    assert codes == [0, 0]
 
 
 @pytest.mark.slow
