@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.errors import CommunicationError, ConfigError
+from mics_strategy.recovery.generation_store import own_client
 from mics_strategy.recovery.joining import JOB, Terms, answer_to, apply, store_of_job
-from mics_strategy.recovery.membership import BEAT_S, Agreement, LossPolicy, Membership, Silence, own_client
+from mics_strategy.recovery.membership import BEAT_S, Agreement, LossPolicy, Membership, Silence
 from mics_strategy.recovery.peer_sockets import PeerSockets
 
 T = TypeVar("T")

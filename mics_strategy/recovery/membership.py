@@ -28,11 +28,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from typing_extensions import override
+from torch._C._distributed_c10d import PrefixStore
 
 from mics_strategy.comm.resources import cancel_collectives
 from mics_strategy.errors import CommunicationError
+from mics_strategy.recovery.generation_store import GenerationStore
 from mics_strategy.recovery.joining import Applications
 from mics_strategy.recovery.peer_sockets import PeerSockets
 from mics_strategy.recovery.survivors import remaining
@@ -41,7 +41,6 @@ T = TypeVar("T")
 BEAT_S = 0.2  # between two heartbeats
 _POLL_S = 0.02
 _GRACE_S = 0.5  # for a thread whose collectives have failed
-_STORE_TIMEOUT_S = 60.0
 NO_STATES = -1  # committed attempts of a newcomer that has no states yet
 _open: weakref.WeakSet[Membership] = weakref.WeakSet()  # in this process
 
@@ -167,7 +166,8 @@ class Membership:
             self._silent = set()
         if self.is_first:
             self._store.set("running", json.dumps(self.members))
-        self.store = GenerationStore(PrefixStore(f"groups/{generation}", self._store), self)
+        store, longest = PrefixStore(f"groups/{generation}", self._store), self.policy.timeout
+        self.store = GenerationStore(store, lambda: self.lacks_members or self.generation != generation, longest)
 
     def fail(self, generation: int) -> None:
         """End the collectives of a generation, on all processes. A second call does nothing."""
@@ -352,64 +352,6 @@ class Membership:
         return True
 
 
-class GenerationStore(Store):
-    """A store in which nobody waits for the keys of a process that is lost.
-
-    Args:
-        store: Store with the keys.
-        membership: Processes that set them.
-    """
-
-    def __init__(self, store: Store, membership: Membership) -> None:
-        super().__init__()
-        self._inner: Any = store
-        self._membership = membership
-        self._generation = membership.generation
-        self._longest = membership.policy.timeout
-
-    @override
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            DistStoreError: A process was lost, or it took too long.
-        """
-        deadline_s = time.monotonic() + (timeout or self._longest).total_seconds()
-        while not self._inner.check(keys):
-            if self._membership.lacks_members and self._membership.generation == self._generation:
-                raise dist.DistStoreError(f"A process was lost before it set {keys}.")
-            if time.monotonic() > deadline_s:
-                raise dist.DistStoreError(f"No process has set {keys} in time.")
-            time.sleep(_POLL_S / 10)
-
-    @override
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return bytes(self._inner.get(key))
-
-    @override
-    def set(self, key: str, value: str | bytes) -> None:
-        self._inner.set(key, value)
-
-    @override
-    def add(self, key: str, value: int) -> int:
-        return int(self._inner.add(key, value))
-
-    @override
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    @override
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return bytes(self._inner.compare_set(key, expected_value, desired_value))
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        return bool(self._inner.delete_key(key))
-
-    deleteKey = delete_key  # by which torch's C++ finds it
-
-
 class Silence:
     """How long processes have been silent, as observed from now on.
 
@@ -433,12 +375,3 @@ class Silence:
     def commits_of(self, number: int) -> int:
         """Committed attempts in the last heartbeat."""
         return int(self._last[number][0].split()[1])
-
-
-def own_client(store: Any) -> Any:
-    """A client of the same store that no other thread blocks, as one that waits for a key does."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, None, False, timedelta(seconds=_STORE_TIMEOUT_S), False)
-    return store

@@ -2,19 +2,15 @@
 
 import threading
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mics_strategy.recovery.membership import GenerationStore
+from mics_strategy.recovery.generation_store import GenerationStore
 
 
 def store_of(*, lacks_members: bool = False, timeout_s: float = 5.0) -> GenerationStore:
-    policy = SimpleNamespace(timeout=timedelta(seconds=timeout_s))
-    membership: Any = SimpleNamespace(generation=1, lacks_members=lacks_members, policy=policy)
-    return GenerationStore(dist.HashStore(), membership)
+    return GenerationStore(dist.HashStore(), lambda: lacks_members, timedelta(seconds=timeout_s))
 
 
 def test_torch_calls_all_that_it_needs() -> None:
