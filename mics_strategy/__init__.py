@@ -35,6 +35,7 @@ __all__ = [
     "load_weights",
     "newest_checkpoint",
     "remove_checkpoint",
+    "restart_on_loss",
     "save_checkpoint",
     "shard",
 ]
@@ -68,12 +69,13 @@ if TYPE_CHECKING:
         ShapeError,
     )
     from mics_strategy.recovery.attempt import Recovery
+    from mics_strategy.recovery.restart import restart_on_loss
     from mics_strategy.snapshots.memory import MemorySnapshots
     from mics_strategy.topology import Topology
 else:
     _HOMES = ("errors", "topology", "config", "comm.codecs.format", "api", "engine.handle", "engine.optimizer.delayed")
     _HOMES += tuple(f"checkpoint.{name}" for name in ("folder", "load", "save", "weights"))
-    _HOMES += ("recovery.attempt", "snapshots.memory", "engine.profile.stragglers")
+    _HOMES += ("recovery.attempt", "recovery.restart", "snapshots.memory", "engine.profile.stragglers")
 
     def __getattr__(name: str) -> object:
         """Import a public name where it is first used."""

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,6 +96,13 @@ class PendingSave:
 _pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
 _host_memory: weakref.WeakKeyDictionary[Sharded, HostCopyPool] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Sharded, StoreChannel] = weakref.WeakKeyDictionary()  # of the last save
+
+
+def abandon_saves() -> None:
+    """Wait for all saves in the background, of which ranks were lost. Not collective. Whole checkpoints stay."""
+    for pending in list(_pending.values()):
+        with suppress(CheckpointError):  # logged; a rank is lost
+            pending.wait()
 
 
 def save_checkpoint(

@@ -259,6 +259,6 @@ class StoreChannel:
             return getattr(self._store, operation)([key] if operation == "check" else key, *value)
         except RuntimeError as error:
             raise CheckpointError(
-                f"The job's store cannot be reached ({error}), so ranks cannot report the result of the save. The "
+                f"Ranks cannot report the result of a save over the job's store ({error}). A rank was lost, or the "
                 "process that holds the store, usually rank 0's, has ended. Look at the end of its output."
             ) from error

@@ -149,6 +149,12 @@ class HostMessages:
             dist.destroy_process_group(group)
 
 
+def close_all() -> None:
+    """Close all messages of this process, which have failed. Not collective."""
+    for messages in list(_open):
+        messages.close()
+
+
 @atexit.register
 def _keep_stuck() -> None:
     if any(messages.is_stuck for messages in _open):

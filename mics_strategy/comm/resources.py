@@ -364,6 +364,11 @@ def cancel_collectives() -> None:
         resources.fail_stuck()
 
 
+def backend_of_default_group() -> str:
+    """What to pass to `init_process_group` to make the default group once more."""
+    return dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
+
+
 def abandon_groups() -> None:
     """End the communication threads, and destroy all groups of this process, of which ranks were lost.
 

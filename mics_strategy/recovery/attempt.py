@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.comm.host_messages import has_open_messages
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.resources import CommResources, abandon_groups
+from mics_strategy.comm.resources import CommResources, abandon_groups, backend_of_default_group
 from mics_strategy.comm.transport import GlooTransport, backend_of, timeout_of
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.module_buffers import LARGE_BYTES
@@ -39,7 +39,7 @@ from mics_strategy.engine.rebuild import rebuild
 from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError
 from mics_strategy.recovery.entering import begin_job, join_job
 from mics_strategy.recovery.joining import Terms, describe
-from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership
+from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, is_member
 from mics_strategy.recovery.states import RankStates, StateBytes, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
 
@@ -124,7 +124,7 @@ class Recovery:
         self._sharded = sharded
         self._states = RankStates(sharded, optimizers, dict(state or {}))
         run_on_all_ranks(lambda: self._check(optimizers, lost_after_s, allows_one_copy or join is not None))
-        self._backend = dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
+        self._backend = backend_of_default_group()
         self._timeout = timeout_of(dist.group.WORLD, "cpu")
         self._is_one_node = block_size(scopes) < scopes.ranks_per_node
         self._agreement: Agreement | None = None  # on members of whom groups are to be made
@@ -391,6 +391,11 @@ def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float, a
         )
     if sharded.device.type != "cpu" or backend_of(dist.group.WORLD, "cpu") != "gloo":
         raise ConfigError(f"`Recovery` needs a model on the CPU and gloo; this one is on {sharded.device}. Restart.")
+    if is_member():
+        raise ConfigError(
+            "This process is already a member of a job that goes on without lost ranks: by `restart_on_loss`, or by "
+            "another `Recovery`. Use one of them."
+        )
     if has_open_messages():
         raise ConfigError(
             "`Recovery` ends all process groups when a rank is lost, and `MemorySnapshots`, which this process uses, "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -26,7 +26,7 @@ _CONNECT_S = 30.0  # to the store of a job
 _NUM_LOSSES = 3  # times in which the first member of a job would have been replaced, if any other lived
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
     """What a newcomer needs to become a member.
 
@@ -59,6 +59,7 @@ def begin_job(policy: LossPolicy) -> Membership:
         for number, address in addresses.items():
             store.set(f"address/{number}", json.dumps(address))
         store.add("numbers", len(addresses))
+        store.set("full size", str(policy.full_size))
         store.set("running", json.dumps(list(addresses)))
         client.set(JOB, name)  # from now on newcomers find it
         if isinstance(client, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -90,6 +91,7 @@ def join_job(address: str, policy: LossPolicy, description: Mapping[str, str]) -
     running = json.loads(store.get("running"))
     known = {number: _parsed(store.get(f"address/{number}")) for number in running}
     sockets.connect(known | addresses, name)
+    policy = dataclasses.replace(policy, full_size=int(store.get("full size")))
     membership = Membership(first + rank, list(addresses), -first, store, sockets, policy)
     index = -1
     if rank == 0:

@@ -18,6 +18,7 @@ tells all ranks that there is an invitation; in front of the next attempt they e
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -58,6 +59,11 @@ class Terms:
     thresholds: Sequence[tuple[str, Sequence[Mapping[str, Any]], int]]
 
     @classmethod
+    def none(cls) -> Terms:
+        """The terms of a job that makes its model anew."""
+        return cls(is_one_node=False, random=(), thresholds=())
+
+    @classmethod
     def of(cls, sharded: Sharded, *, is_one_node: bool) -> Terms:
         """The terms of the job in which a model is sharded."""
         groups = sharded.internals.groups
@@ -81,6 +87,15 @@ class Terms:
         groups.trainable_placement.random.move_to((self.random[0], self.random[1]))
 
 
+def describe_block(block: int) -> dict[str, str]:
+    """What must be equal whatever is trained; see `describe`."""
+    return {
+        "version of mics_strategy": package_version(),
+        "version of torch": str(torch.__version__),
+        _BLOCK: str(block),
+    }
+
+
 def describe(sharded: Sharded, states: RankStates, block: int) -> dict[str, str]:
     """What must be equal on a newcomer and in the running job, as texts by name.
 
@@ -95,10 +110,8 @@ def describe(sharded: Sharded, states: RankStates, block: int) -> dict[str, str]
     scopes, fields = sharded.scopes, sharded.config.describe()
     del fields["topology"]  # of the whole job: of a block its ranks count, and those of a node
     described = {
-        "version of mics_strategy": package_version(),
-        "version of torch": str(torch.__version__),
+        **describe_block(block),
         **{f"`{name}`": text for name, text in fields.items()},
-        _BLOCK: str(block),
         "ranks of a node": str(min(block, scopes.ranks_per_node)),
         "scopes": scopes.phrase,
     }
@@ -160,12 +173,14 @@ class Applications:
 
     Attributes:
         waiting: Those without an answer.
+        description: What they must have; where it is None, `invite` compares.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self._answered: set[int] = set()
         self.waiting: tuple[Application, ...] = ()
+        self.description: Mapping[str, str] | None = None
 
     def poll(self) -> None:
         """Look for new ones. Called by the thread that watches other processes."""
@@ -175,27 +190,34 @@ class Applications:
                 continue
             if self._store.check([_answer(index)]):
                 self._answered.add(index)
-            else:
-                waiting.append(Application.parse(index, self._store.get(f"application/{index}")))
+                continue
+            application = Application.parse(index, self._store.get(f"application/{index}"))
+            if self.description is None or self._fits(application, self.description):
+                waiting.append(application)
         self.waiting = tuple(waiting)
 
-    def invite(self, generation: int, description: Mapping[str, str]) -> bool:
-        """Invite all that fit, and refuse the others. Returns whether any fits.
+    def _fits(self, application: Application, description: Mapping[str, str]) -> bool:
+        """Whether one fits; it is refused if not."""
+        if problem := difference(description, application.description):
+            self._store.set(_answer(application.index), json.dumps({"refused": problem}))
+        return not problem
+
+    def invite(self, generation: int, description: Mapping[str, str], max_ranks: int = sys.maxsize) -> bool:
+        """Invite those that fit, and refuse the others. Returns whether any fits.
 
         Args:
             generation: Generation of the job, behind which they join.
             description: See `describe`.
+            max_ranks: Ranks that may join. Who comes later waits on.
         """
-        invited = {}
+        invited: dict[int, list[int]] = {}
         for application in self.waiting:
             if self._store.check([_answer(application.index)]):
                 continue  # since the thread has looked
-            if problem := difference(description, application.description):
-                self._store.set(_answer(application.index), json.dumps({"refused": problem}))
-            else:
+            if self._fits(application, description) and len(application.numbers) <= max_ranks:
                 invited[application.index] = application.numbers
-        if invited:
-            self._store.set(f"invited/{generation}", json.dumps(invited))
+                max_ranks -= len(application.numbers)
+        self._store.set(f"invited/{generation}", json.dumps(invited))
         return bool(invited)
 
     def refuse(self, problem: str) -> None:

@@ -72,16 +72,23 @@ class LossPolicy:
         block: Ranks that stay, leave or join together.
         lost_after_s: Silence after which a process counts as lost, seconds.
         timeout: Time in which all processes notice a failure, or count as lost. Collectives have the same.
+        full_size: Ranks with which a job began that begins its training again when it loses some; 0 for one that
+            goes on in place.
     """
 
     block: int
     lost_after_s: float
     timeout: timedelta
+    full_size: int = 0
 
 
-def is_recovering() -> bool:
-    """Whether this process is a member of a job that goes on without the processes that it loses."""
-    return bool(_open)
+def is_member(*, in_place: bool = False) -> bool:
+    """Whether this process is a member of a job that goes on without the processes that it loses.
+
+    Args:
+        in_place: Whether only jobs count that do so in the middle of their training.
+    """
+    return any(not (in_place and membership.policy.full_size) for membership in _open)
 
 
 class Membership:
@@ -156,6 +163,21 @@ class Membership:
     def has_ended(self) -> bool:
         """Whether a member has ended the training."""
         return bool(self._store.check(["ended"]))
+
+    def end_together(self) -> None:
+        """Wait until all members have reached the end of the training, which counts then as an attempt of all.
+
+        Raises:
+            CommunicationError: A process was lost before. The next agreement says whether the attempt counts.
+        """
+        keys = {number: f"end/{self.generation}/{number}" for number in self.members}
+        self._store.set(keys[self.number], "")
+        while not self._store.check([*keys.values()]):
+            if self.lacks_members:
+                raise CommunicationError("A rank was lost while others waited for the end of the training.")
+            time.sleep(_POLL_S)
+        self.commits += 1
+        self._beat(-1)  # now: this process may leave before its next heartbeat
 
     def begin(self, members: Sequence[int], generation: int) -> None:
         """Begin a generation, with these members."""
@@ -335,6 +357,8 @@ class Membership:
                     )
                     if self.is_first:
                         self.applications.poll()
+                        lacks_ranks = len(members) < self.policy.full_size
+                        is_failing = is_failing or (lacks_ranks and bool(self.applications.waiting))
                 except dist.DistError:  # the process that held the store has ended: connections still show deaths
                     has_store = False
             if is_failing:

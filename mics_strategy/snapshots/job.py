@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
 from mics_strategy.comm.host_messages import HostMessages
 from mics_strategy.errors import ConfigError
-from mics_strategy.recovery.membership import is_recovering
+from mics_strategy.recovery.membership import is_member
 from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.job_folder import JobFolder
 from mics_strategy.snapshots.nodes import Nodes
@@ -56,6 +56,31 @@ class RecoveryOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingCounts:
+    """The trainings with snapshots that this process has begun and ended, by which it tells one from the next.
+
+    Attributes:
+        begun: By launcher.
+        ended: By folder and name.
+    """
+
+    begun: Mapping[str, int]
+    ended: Mapping[tuple[Path, str], int]
+
+    @classmethod
+    def now(cls) -> TrainingCounts:
+        """The present ones."""
+        return cls(dict(job_folder.num_begun), dict(_num_ended))
+
+    def restore(self) -> None:
+        """Forget what came later: it begins again."""
+        job_folder.num_begun.clear()
+        job_folder.num_begun.update(self.begun)
+        _num_ended.clear()
+        _num_ended.update(self.ended)
+
+
 class SnapshotJob:
     """The job whose snapshots a process takes and finds. It needs no model. Collective.
 
@@ -83,7 +108,7 @@ class SnapshotJob:
 
         def look() -> tuple[tuple[object, ...], str, str | None]:
             _check_every(every)
-            if is_recovering():
+            if is_member(in_place=True):
                 raise ConfigError(
                     "`MemorySnapshots` has a process group of its own, and `Recovery`, which this process uses, ends "
                     "all groups when a rank is lost. Use one of them, or `close()` the other first."

@@ -38,7 +38,8 @@ LEFT_OVER_S = 24 * 3600.0  # age from which the snapshots of a job that has ende
 _LOCK_WITHIN_S = 10.0  # in which a killed process of the same job is gone
 _LAUNCHER = "launcher"
 _open: weakref.WeakValueDictionary[Path, JobFolder] = weakref.WeakValueDictionary()  # in this process
-_job_numbers: dict[str, int] = {}  # of the jobs that this process has begun under each launcher
+_ended: set[Path] = set()  # folders to be removed at the end of the job
+num_begun: dict[str, int] = {}  # jobs that this process has begun under each launcher
 
 
 def user_folder(folder: Path) -> Path:
@@ -62,7 +63,8 @@ def launcher_key() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ or not identity["boot"] or identity["started"] is None:
         return ""
     launcher = json.dumps([identity[key] for key in ("boot", "namespace", "pid", "started")])
-    number = _job_numbers[launcher] = _job_numbers.get(launcher, -1) + 1
+    number = num_begun.get(launcher, 0)
+    num_begun[launcher] = number + 1
     return hashlib.sha256(f"{launcher} {number}".encode()).hexdigest()[:32]
 
 
@@ -152,9 +154,16 @@ class JobFolder:
             check_private_folder(path)
         return folders
 
-    def remove(self) -> None:
-        """Remove the folder, when the training has ended."""
-        shutil.rmtree(self.path, ignore_errors=True)  # ranks of this node may do it at the same time
+    def remove(self, *, begins_again: bool = False) -> None:
+        """Remove the folder, when the training has ended.
+
+        Args:
+            begins_again: Whether the job begins again if a rank is lost now. The folder stays until `remove_ended`.
+        """
+        if begins_again:
+            _ended.add(self.path)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)  # ranks of this node may do it at the same time
         self.release()
 
     def release(self) -> None:
@@ -163,6 +172,19 @@ class JobFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def remove_ended() -> None:
+    """Remove the folders of trainings that have ended, in a job that cannot begin again any more."""
+    for path in _ended:
+        shutil.rmtree(path, ignore_errors=True)
+    _ended.clear()
+
+
+def release_all() -> None:
+    """Let other objects of this process keep snapshots in all of its folders."""
+    for folder in list(_open.values()):
+        folder.release()
 
 
 def remove_left_overs(folder: Path, job: str) -> list[str]:

@@ -15,7 +15,9 @@ import secrets
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,12 @@ from mics_strategy.checkpoint.save import PendingSave, finish_saves, manifest_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner
 from mics_strategy.checkpoint.shard_report import StoreChannel
 from mics_strategy.checkpoint.state import Optimizers, ReplicaId
+from mics_strategy.comm import host_messages
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
+from mics_strategy.recovery.membership import is_member
+from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.buddy import BuddyExchange
 from mics_strategy.snapshots.job import SnapshotJob
 from mics_strategy.snapshots.open_snapshot import age_of, later_checkpoint
@@ -39,6 +44,7 @@ from mics_strategy.snapshots.write import SnapshotWriter
 SHARE_OF_TIME = 0.01  # that copies may take of a training with `every="auto"`
 _FIRST_AUTO_STEP = 3  # of which the one before shows how long a step takes
 _NUM_KEPT = 2  # of which one is being written
+_open: weakref.WeakSet[MemorySnapshots] = weakref.WeakSet()  # in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +150,7 @@ class MemorySnapshots:
         self._copy_s = 0.0
         self._planned_bytes = 0
         self.cost: SnapshotCost | None = None
+        _open.add(self)
 
     @property
     def interval(self) -> int:
@@ -347,10 +354,26 @@ class MemorySnapshots:
         self.finish()
         run_on_all_ranks(lambda: None)  # the last rank has finished
         removes = self._place.nodes.is_leader(self._place.rank) and not keep
-        run_on_all_ranks(lambda: self._place.folder.remove() if removes else self._place.folder.release())
+        folder = self._place.folder
+        run_on_all_ranks(lambda: folder.remove(begins_again=is_member()) if removes else folder.release())
         self._place.messages.close()
+        _open.discard(self)
         if not keep:
             self._job.note_end()
+
+
+def abandon_snapshots() -> None:
+    """End all snapshots of this process, of which ranks were lost; whole ones stay. Not collective.
+
+    Behind `cancel_collectives`, and in front of `abandon_groups`. A training that begins again can take others.
+    """
+    for snapshots in list(_open):
+        if snapshots._pending is not None:
+            with suppress(CheckpointError):  # of ranks that are lost
+                snapshots._pending[0].wait()
+    _open.clear()
+    host_messages.close_all()
+    job_folder.release_all()
 
 
 def _tensor_bytes(planner: ShardedSavePlanner, names: Container[str]) -> int:

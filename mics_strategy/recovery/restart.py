@@ -1,0 +1,275 @@
+"""A training that begins again, in the same processes, when a node is lost.
+
+    left     train() -- a node dies | collectives end, agreement | who waits is let in, new groups | train()
+    spare    waits ............................................................ is let in, groups | train()
+
+Nothing of the interrupted training is used: `train` makes model, shards and optimizers anew, for the ranks that there
+are, and continues from its newest snapshot or checkpoint. So it may use any preset, engine and framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from mics_strategy.checkpoint.save import abandon_saves
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.resources import abandon_groups, backend_of_default_group
+from mics_strategy.comm.transport import backend_of, timeout_of
+from mics_strategy.engine.setup.resolve import node_name
+from mics_strategy.errors import CommunicationError, ConfigError
+from mics_strategy.recovery.entering import begin_job, join_job
+from mics_strategy.recovery.joining import Terms, describe_block
+from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, is_member
+from mics_strategy.snapshots import job_folder
+from mics_strategy.snapshots.job import TrainingCounts
+from mics_strategy.snapshots.memory import abandon_snapshots
+from mics_strategy.topology import RankLocation, topology_from_locations
+
+T = TypeVar("T")
+_MAX_FAILURES = 2  # one after the other, while nobody is lost
+_POLL_S = 0.05
+
+
+def restart_on_loss(
+    train: Callable[[], T], *, join: str | None = None, wait_for_node_s: float = 0.0, lost_after_s: float = 5.0
+) -> T:
+    """Run a training, and run it again with the ranks that are left whenever a node is lost. Collective.
+
+    A lost rank takes its node along; in a job of one node it is lost alone. `train` begins with a new default group,
+    in which ranks have other numbers, and continues where it finds that it was: `MemorySnapshots.load`.
+
+    Args:
+        train: The training, with all that it makes: it must not use models, groups or snapshots from outside.
+        join: Host and port of the store of a running job, such as ``"node-0:29500"``. The ranks of this one, a node,
+            take the place of a node that is lost, or was; until then they wait as a spare. None to begin a job.
+        wait_for_node_s: How long the others wait for such a node before they begin with fewer ranks, seconds.
+        lost_after_s: Silence after which a process counts as lost, seconds. A process is silent while a call holds the
+            interpreter's lock.
+
+    Returns:
+        What `train` has returned, when it has ended on all ranks.
+
+    Raises:
+        ConfigError: An option is invalid, or the backend is not gloo; or the running job refuses this node.
+        CommunicationError: This process shares a node with one that was lost; or the job to join was lost.
+        SystemExit: The job to join has ended.
+
+    Cost:
+        Two small requests to the job's store every 0.2 s; an idle connection to every other process. After a loss: new
+        groups, and what `train` does until it is where it was.
+    """
+    policy = _policy_of(wait_for_node_s, lost_after_s, begins=join is None)
+    description = {**describe_block(policy.block), "function": f"{train.__module__}.{train.__qualname__}"}
+    backend, counts = backend_of_default_group(), TrainingCounts.now()
+    if join is None:
+        job = _Job(begin_job(policy), description, backend, wait_for_node_s)
+    else:
+        admission = join_job(join, policy, description)
+        job = _Job(admission.membership, description, backend, wait_for_node_s)
+        job.admitted = admission.generation, admission.agreement
+    try:
+        job.regroup()
+        while True:
+            results: list[T] = []
+            failure = job.run(functools.partial(_append, results, train))
+            if failure is None or job.has_ended(failure):
+                job.announce_end()
+                return results[0]
+            counts.restore()
+    finally:
+        job.close()
+
+
+def _append(results: list[T], train: Callable[[], T]) -> None:
+    results.append(train())
+
+
+def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> LossPolicy:
+    """How the job loses processes, after a check of the options on all ranks.
+
+    Raises:
+        ConfigError: An option is invalid, or the job is none that can begin again. On every rank.
+    """
+    timeout = timeout_of(dist.group.WORLD, "cpu")
+
+    def check() -> str:
+        if backend_of(dist.group.WORLD, "cpu") != "gloo" or "nccl" in dist.get_backend_config():
+            raise ConfigError(
+                f"`restart_on_loss` needs gloo, and this job has `{dist.get_backend_config()}`. Use `MemorySnapshots` "
+                "and `torchrun --max-restarts`, which start the processes again."
+            )
+        if not lost_after_s > 0:
+            raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
+        if not 0 <= wait_for_node_s < timeout.total_seconds():
+            raise ConfigError(
+                f"`wait_for_node_s={wait_for_node_s}` must be 0 or more, and less than the timeout of the default "
+                f"group, {timeout.total_seconds():.0f} s."
+            )
+        if is_member():
+            raise ConfigError("This process already uses `Recovery` or `restart_on_loss`. Use one of them.")
+        return node_name()
+
+    nodes = gather_objects(run_on_all_ranks(check), "restart_on_loss")
+    per_node = topology_from_locations([RankLocation(node=node) for node in nodes]).ranks_per_node
+    block = (per_node if per_node < len(nodes) else 1) if begins else len(nodes)
+    return LossPolicy(block=block, lost_after_s=lost_after_s, timeout=timeout, full_size=len(nodes))
+
+
+class _Job:
+    """The job of this process, from one default group to the next.
+
+    Args:
+        membership: Its processes.
+        description: What a node must have that joins.
+        backend: Backend of the default group.
+        wait_s: How long to wait for a node in place of a lost one, seconds.
+
+    Attributes:
+        admitted: Of a node that joins: the generation of the running job that has ended for it, and by which agreement.
+    """
+
+    def __init__(self, membership: Membership, description: Mapping[str, str], backend: str, wait_s: float) -> None:
+        self.admitted: tuple[int, Agreement] | None = None
+        self._membership = membership
+        self._description = description
+        self._backend = backend
+        self._wait_s = wait_s
+        self._members = membership.members  # of the next generation
+        self._num_failures = 0
+        membership.applications.description = description
+        membership.commits = 0  # of trainings to their end
+        membership.end_generation()
+        abandon_groups()
+
+    def run(self, train: Callable[[], None]) -> str | None:
+        """Run the training to the end of all ranks. Returns what failed, if a rank was lost or a node waits."""
+        try:
+            train()
+            self._membership.end_together()
+        except Exception as error:
+            if not isinstance(error, CommunicationError) and not self._membership.fails_soon():
+                raise
+            return re.split(r"\[/| over |\. ", str(error))[0]  # without gloo's file, former ranks, and advice
+        return None
+
+    def has_ended(self, failure: str) -> bool:
+        """Whether the training has ended on all ranks, behind a failure. If not, groups are made to begin it again.
+
+        Raises:
+            CommunicationError: This process leaves the job; or no process is lost, and it has failed several times.
+        """
+        before = self._membership.members
+        agreement = self._agree()
+        if agreement.commits:
+            return True
+        self._follow(agreement)
+        gc.collect()  # models and optimizers of the training that has failed
+        self.regroup()
+        gone, new = (
+            ", ".join(str(number) for number in sorted({*some} - {*others}))
+            for some, others in ((before, self._membership.members), (self._membership.members, before))
+        )
+        self._num_failures = 0 if gone or new else self._num_failures + 1
+        if self._num_failures > _MAX_FAILURES:
+            raise CommunicationError(
+                f"The training has failed {self._num_failures} times, while no process was lost: {failure}."
+            )
+        if dist.get_rank() == 0:
+            changes = [f"processes {gone} are gone"] * bool(gone) + [f"processes {new} have joined"] * bool(new)
+            print(
+                f"`restart_on_loss`: {', '.join(changes) or 'no process is gone'} ({failure}). "
+                f"{dist.get_world_size()} ranks begin the training again.",
+                flush=True,
+            )
+        return False
+
+    def _agree(self) -> Agreement:
+        """End all that sends, and agree on who is left."""
+        self._membership.fail(self._membership.generation)
+        abandon_snapshots()
+        abandon_saves()
+        abandon_groups()
+        return self._membership.agree()
+
+    def regroup(self) -> None:
+        """Make a default group of the members that are left, and of nodes that wait to join. More may be lost.
+
+        Raises:
+            CommunicationError: This process leaves the job.
+        """
+        membership, num_failures = self._membership, 0
+        while True:
+            ended, agreement = self.admitted or self._let_in()
+            self.admitted = None
+            self._follow(agreement)
+            if agreement.lost:
+                continue
+            membership.begin(self._members, ended + 1)
+            for index in agreement.invited:
+                membership.applications.accept(int(index), ended, Terms.none())
+            try:
+                membership.run_until_failure(self._make_group)
+                break
+            except RuntimeError:
+                agreement = self._agree()
+                num_failures += not agreement.lost
+                if num_failures > _MAX_FAILURES:
+                    raise
+                self._follow(agreement)
+        rank, size, block = dist.get_rank(), dist.get_world_size(), membership.policy.block
+        places = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank // block, "GROUP_WORLD_SIZE": size // block}
+        os.environ.update({name: str(place) for name, place in places.items() if name in os.environ})
+
+    def _let_in(self) -> tuple[int, Agreement]:
+        """Let in nodes that wait, in a generation without groups. Returns it, and the agreement that has ended it."""
+        membership = self._membership
+        membership.begin(self._members, membership.generation + 1)
+        if membership.is_first:
+            applications, deadline_s = membership.applications, time.monotonic() + self._wait_s
+            num_missing = membership.policy.full_size - len(membership.members)
+            applications.poll()  # it may have become the first one just now
+            while (
+                num_missing > sum(len(application.numbers) for application in applications.waiting)
+                and time.monotonic() < deadline_s
+                and not membership.lacks_members
+            ):
+                time.sleep(_POLL_S)
+            applications.invite(membership.generation, self._description, num_missing)
+        return membership.generation, membership.agree(for_newcomers=True)
+
+    def _make_group(self) -> None:
+        membership = self._membership
+        rank, size = membership.members.index(membership.number), len(membership.members)
+        timeout = membership.policy.timeout
+        dist.init_process_group(self._backend, store=membership.store, rank=rank, world_size=size, timeout=timeout)
+
+    def _follow(self, agreement: Agreement) -> None:
+        """Go on with the members of an agreement.
+
+        Raises:
+            CommunicationError: This process is none of them.
+        """
+        self._members = agreement.members
+        number = self._membership.number
+        if number not in self._members:
+            raise CommunicationError(
+                f"Processes {', '.join(map(str, agreement.lost))} were lost, and process {number} shares a node with "
+                f"one of them. The {len(self._members)} ranks of whole nodes go on; this process leaves."
+            )
+
+    def announce_end(self) -> None:
+        """Let nodes that wait to join know that the training has ended, and remove its snapshots."""
+        self._membership.announce_end()
+        job_folder.remove_ended()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._membership.close()
