@@ -98,6 +98,7 @@ PUBLIC_NAMES = {
     *("OpenCheckpoint", "PendingSave", "finish_saves", "load_checkpoint", "load_newest_checkpoint"),
     *("load_weights", "newest_checkpoint", "remove_checkpoint", "save_checkpoint", "Recovery", "MemorySnapshots"),
     *("check_checkpoint", "is_checkpoint", "atomic_checkpoint_folder", "finish_delayed", "StragglerWatch"),
+    "restart_on_loss",
 }
 TOP_LEVEL = {
     *("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "CITATION.cff"),

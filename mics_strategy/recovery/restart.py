@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -123,6 +124,17 @@ def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> 
     return LossPolicy(block=block, lost_after_s=lost_after_s, timeout=timeout, full_size=len(nodes))
 
 
+def _tell_frameworks(ranks_per_node: int) -> None:
+    """Let frameworks know the places in the new default group, as a launcher would."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    node, num_nodes = rank // ranks_per_node, size // ranks_per_node
+    places = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
+    os.environ.update({name: str(place) for name, place in places.items() if name in os.environ})
+    if (states := sys.modules.get("accelerate.state")) is not None:  # one of the process, with its rank
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+
+
 class _Job:
     """The job of this process, from one default group to the next.
 
@@ -157,7 +169,7 @@ class _Job:
         except Exception as error:
             if not isinstance(error, CommunicationError) and not self._membership.fails_soon():
                 raise
-            return re.split(r"\[/| over |\. ", str(error))[0]  # without gloo's file, former ranks, and advice
+            return re.split(r" over | \(|\. |\[/", str(error))[0]  # without ranks, advice and files
         return None
 
     def has_ended(self, failure: str) -> bool:
@@ -224,9 +236,7 @@ class _Job:
                 if num_failures > _MAX_FAILURES:
                     raise
                 self._follow(agreement)
-        rank, size, block = dist.get_rank(), dist.get_world_size(), membership.policy.block
-        places = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank // block, "GROUP_WORLD_SIZE": size // block}
-        os.environ.update({name: str(place) for name, place in places.items() if name in os.environ})
+        _tell_frameworks(membership.policy.block)
 
     def _let_in(self) -> tuple[int, Agreement]:
         """Let in nodes that wait, in a generation without groups. Returns it, and the agreement that has ended it."""

@@ -105,6 +105,7 @@ class SnapshotJob:
         self.every = every
         self._folder = Path(folder)
         self._named = None if job is None else (self._folder, job)
+        launcher = job_folder.launcher_of(begins_again=is_member())
 
         def look() -> tuple[tuple[object, ...], str, str | None]:
             _check_every(every)
@@ -119,7 +120,7 @@ class SnapshotJob:
                 job_folder.check_job(job)
                 num_ended = _num_ended[self._folder, job]
                 return identity, "", f"{job}.{num_ended}" if num_ended else job
-            key = job_folder.launcher_key()
+            key = job_folder.launcher_key(launcher)
             return identity, key, job_folder.known_job(user_folder, key)
 
         identity, key, known = run_on_all_ranks(look)
@@ -134,15 +135,17 @@ class SnapshotJob:
         self.is_new = not names
         name = names[0] if names else gather_objects(job_folder.new_job())[0]
         nodes = Nodes.of(identity for identity, *_ in found)
-        own_folder = run_on_all_ranks(lambda: self._enter(name, key, is_leader=nodes.is_leader(dist.get_rank())))
+        own_folder = run_on_all_ranks(
+            lambda: self._enter(name, (launcher, key), is_leader=nodes.is_leader(dist.get_rank()))
+        )
         self.place = Place(
             folder=own_folder, nodes=nodes, messages=HostMessages("mics.snapshots"), rank=dist.get_rank()
         )
 
-    def _enter(self, name: str, key: str, *, is_leader: bool) -> JobFolder:
+    def _enter(self, name: str, launcher: tuple[int, str], *, is_leader: bool) -> JobFolder:
         user_folder = job_folder.user_folder(self._folder)
         own_folder = JobFolder(user_folder, name)
-        own_folder.name_launcher(key)
+        own_folder.name_launcher(*launcher)
         if is_leader:
             own_folder.lock()
             job_folder.remove_left_overs(user_folder, name)

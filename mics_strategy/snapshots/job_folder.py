@@ -54,13 +54,24 @@ def folder_identity(folder: Path) -> tuple[object, ...]:
     return identity["boot"] or identity["host"], found.st_dev, found.st_ino
 
 
-def launcher_key() -> str:
-    """A name of the launcher that restarts this process, and of the training in it; empty without one.
+def launcher_of(*, begins_again: bool) -> int:
+    """The process that starts this training again; 0 without one.
+
+    Args:
+        begins_again: Whether this process does, where no launcher does.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return os.getppid()
+    return os.getpid() if begins_again else 0
+
+
+def launcher_key(pid: int) -> str:
+    """A name of a launcher, and of the training in this process; empty without one.
 
     A script may train several models, one after the other, which have numbers in this order.
     """
-    identity = identity_of(os.getppid())
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not identity["boot"] or identity["started"] is None:
+    identity = identity_of(pid)
+    if not pid or not identity["boot"] or identity["started"] is None:
         return ""
     launcher = json.dumps([identity[key] for key in ("boot", "namespace", "pid", "started")])
     number = num_begun.get(launcher, 0)
@@ -132,10 +143,10 @@ class JobFolder:
                 )
             time.sleep(0.05)
 
-    def name_launcher(self, key: str) -> None:
-        """Let the workers that this launcher starts later find the folder."""
+    def name_launcher(self, pid: int, key: str) -> None:
+        """Let the trainings that this launcher starts later find the folder."""
         if key:
-            write_private(self.path / f"{_LAUNCHER}-{key}.json", json.dumps(identity_of(os.getppid())).encode())
+            write_private(self.path / f"{_LAUNCHER}-{key}.json", json.dumps(identity_of(pid)).encode())
 
     def snapshots(self) -> list[Path]:
         """Folders of snapshots, whole or not.

@@ -1,20 +1,24 @@
-"""The example of docs/recovery.md on two nodes of two ranks: ``python -m tests.recovery.page`` kills the second one.
+"""Examples of docs/recovery.md on two nodes of two ranks: ``python -m tests.recovery.page NAME`` kills the second one.
 
-Then it starts the same script again, as a node that joins the others.
+Then it starts the same script again, as a node that joins the others. NAME is what the example uses.
 """
 
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed  # before the fork
 
 import mics_strategy.api
-import mics_strategy.recovery.attempt  # noqa: F401
+import mics_strategy.recovery.attempt
+import mics_strategy.recovery.restart  # noqa: F401
 from mics_strategy.recovery.joining import Applications
+from mics_strategy.snapshots.memory import MemorySnapshots
 from tests.recovery.job import run_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "recovery.md"
@@ -23,15 +27,23 @@ WAITS_S = 60.0
 
 
 def patch_steps(rank: int) -> None:
-    """Let ranks die before one step, and the first one wait for newcomers before another."""
-    step, poll, is_asked = torch.optim.lr_scheduler.StepLR.step, Applications.poll, threading.Event()
+    """Let ranks die behind one step, and the first one wait for newcomers behind another."""
+    poll, is_asked = Applications.poll, threading.Event()
+    scheduler_step, after_step = torch.optim.lr_scheduler.StepLR.step, MemorySnapshots.after_step
 
     def step_or_die(scheduler: torch.optim.lr_scheduler.StepLR) -> None:
-        if rank >= 2 and scheduler.last_epoch == DIES_BEFORE_STEP:
+        strike(scheduler.last_epoch)
+        scheduler_step(scheduler)
+
+    def snapshot_or_die(snapshots: MemorySnapshots, extra: Any = None) -> bool:
+        strike(extra["step"])
+        return after_step(snapshots, extra)
+
+    def strike(step: int) -> None:
+        if rank >= 2 and step == DIES_BEFORE_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 0 and scheduler.last_epoch == WAITS_BEFORE_STEP:
+        if rank == 0 and step == WAITS_BEFORE_STEP:
             is_asked.wait(WAITS_S)
-        step(scheduler)
 
     def poll_and_note(applications: Applications) -> None:
         poll(applications)
@@ -39,6 +51,7 @@ def patch_steps(rank: int) -> None:
             is_asked.set()
 
     torch.optim.lr_scheduler.StepLR.step = step_or_die  # type: ignore[method-assign]
+    MemorySnapshots.after_step = snapshot_or_die  # type: ignore[method-assign]
     Applications.poll = poll_and_note  # type: ignore[method-assign]
 
 
@@ -78,7 +91,8 @@ def start_ranks(world_size: int, port: int, code: str, join: str | None) -> list
 
 
 def main() -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    code = next(example for example in examples if sys.argv[1] in example)
     torch.set_num_threads(1)
     (store, port), (own_store, own_port) = start_store(), start_store()
     pids = start_ranks(4, port, code, None)

@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -44,7 +45,7 @@ class Scenario:
     Attributes:
         name: Its folder.
         kills: Points at which processes die, by number: step, and "step", "writing", "exchange", "loading", "regroup",
-            "end", "call" (in a step, and lets the node start that comes in it) or "error".
+            "end", "call" (in a step, and lets the node start that comes in it) or "error"; or seconds and "clock".
         joins: Step in front of which rank 0 waits until each further node has asked to join.
         is_plain: Whether it trains once, without `restart_on_loss`.
         loads: Checkpoint from which a plain job begins: name of a scenario, and "/disk".
@@ -57,12 +58,13 @@ class Scenario:
     num_nodes: int = 2
     num_steps: int = 12
     every: int = 3
-    kills: dict[str, tuple[int, str]] = field(default_factory=dict)
+    kills: dict[str, tuple[float, str]] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     is_plain: bool = False
     loads: str = ""
     saves_at: int = -1
     wait_for_node_s: float = 0.0
+    step_s: float = 0.0
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,6 +78,7 @@ class Process:
         self._kill = scenario.kills.get(str(number))
         self.step = 0
         self.begins: list[tuple[int, int]] = []  # step and ranks of each training
+        self.ends: dict[int, float] = {}  # time of each step, the last time it was done
         self.losses: dict[int, str] = {}
 
     def strike(self, point: str, step: int) -> None:
@@ -86,6 +89,18 @@ class Process:
             if point == "call":  # for a node that comes now
                 (self._folder / f"joins-{step}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def start_clock(self) -> None:
+        """Die some seconds from now, if that is what shall be."""
+        if self._kill is not None and self._kill[1] == "clock":
+
+            def note_and_die() -> None:
+                (self._folder / f"killed-{self._number}").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            clock = threading.Timer(self._kill[0], note_and_die)
+            clock.daemon = True
+            clock.start()
 
     def watch(self) -> None:
         """Watch the points that are inside of the package."""
@@ -121,6 +136,8 @@ class Process:
             memory.mkdir(exist_ok=True)
             snapshots = MemorySnapshots(sharded, optimizers, every=scenario.every, folder=memory)
             step = snapshots.load({"step": 0})["step"]
+        if not self.begins:
+            self.start_clock()
         self.begins.append((step, world_size))
         while step < max(scenario.num_steps, scenario.saves_at + 1):
             self.step = step
@@ -136,11 +153,12 @@ class Process:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            self.losses[step] = loss.item().hex()
+            self.losses[step], self.ends[step] = loss.item().hex(), time.time()
+            time.sleep(scenario.step_s)
             step += 1
             if snapshots is not None:
                 snapshots.after_step({"step": step})
-                if step % scenario.every == 0:
+                if step % scenario.every == 0 and not scenario.step_s:
                     snapshots.finish()  # so that it is known which one counts
         states = dict(local_states(model, optimizers))
         if snapshots is not None:
@@ -201,7 +219,7 @@ def run_process(scenario: Scenario, number: int, port: int, folder: Path) -> Non
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
-    result |= {"begins": process.begins, "losses": process.losses}
+    result |= {"begins": process.begins, "losses": process.losses, "ends": process.ends}
     (folder / str(number)).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     os._exit(0)

@@ -179,7 +179,7 @@ def test_without_the_store_all_end_and_say_why(fast_results: dict[str, dict[int,
 
 
 def test_the_example_of_the_page_survives_its_second_node_which_comes_back() -> None:
-    command = [sys.executable, "-m", "tests.recovery.page"]
+    command = [sys.executable, "-m", "tests.recovery.page", "recovery.attempt"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150).stdout
     assert output.count("finished with 4 ranks") == 4
     assert "`Recovery`: processes 2, 3 are gone (" in output

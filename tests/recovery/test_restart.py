@@ -4,12 +4,18 @@ Every job is real processes that kill themselves by SIGKILL. What they do from t
 a plain job of as many ranks that continued from a checkpoint of the same step.
 """
 
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recovery.restart_job import Scenario, run_all
+from tests.recovery.restart_job import ROOT, Scenario, run_all
+from tests.recovery.test_without_launcher import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +54,17 @@ WEEKLY: list[tuple[Scenario, Begins]] = [
 def references(scenario: Scenario, begins: Begins) -> list[Scenario]:
     """Plain jobs for each of the trainings of a job, of which each continues from a checkpoint of the one before."""
     found, loads = [], ""
-    kind = f"{scenario.preset}-{'-'.join(scenario.fields)}"
+    kind = f"{scenario.preset}-{scenario.num_steps}-{'-'.join(scenario.fields)}"
     for (step, size), (next_step, _) in zip(begins, [*begins[1:], (-1, 0)], strict=True):
+        if step == next_step:
+            continue  # it left nothing from which the next one could continue
         name = f"plain-{kind}-{step}-{size}-{loads.replace('/', '-')}-{next_step}"
         plain = Scenario(
             name=name,
             preset=scenario.preset,
             fields=scenario.fields,
             num_nodes=size // 2,
+            num_steps=scenario.num_steps,
             loads=loads,
             is_plain=True,
             saves_at=next_step,
@@ -114,3 +123,57 @@ def assert_equal_to_plain(scenario: Scenario, begins: Begins, jobs: tuple[Path, 
             assert result["losses"][step] == reference["losses"][step]
         memory = folder / scenario.name / f"memory-{number // 2}"
         assert not list(memory.glob("*/*"))  # snapshots end with the training
+
+
+def test_the_example_of_the_page_begins_again_and_lets_in_the_node_that_comes_back() -> None:
+    command = [sys.executable, "-m", "tests.recovery.page", "restart_on_loss"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150).stdout
+    assert "`restart_on_loss`: processes 2, 3 are gone" in output
+    assert "continue from step 20" in output  # of 40 the snapshot came behind the death
+    assert "processes 4, 5 have joined (" in output
+    assert len(re.findall(r"^loss 0\.\d+$", output, flags=re.MULTILINE)) == 4
+    assert "exit codes [0, 0, -9, -9, 0, 0]" in output
+
+
+def run_ranks(name: str, folder: Path, dies: str, world_size: int) -> str:
+    """Run a training by a framework, with what `accelerate launch` sets. Returns what all ranks have printed."""
+    options = {"preset": "zero3", "recovery": {"every": 2, "job": "job", "folder": str(folder)}}
+    usual = {
+        **os.environ,
+        **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "mics", "FSDP_SHARDING_STRATEGY": str(options)},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"},
+        **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "none"},
+    }
+    command = [sys.executable, "-m", "tests.recovery.framework_job", name, str(folder), dies]
+    with tempfile.TemporaryFile("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                command, cwd=ROOT, env=usual | {"RANK": rank, "GROUP_RANK": rank}, stdout=output, stderr=output
+            )
+            for rank in map(str, range(world_size))
+        ]
+        for rank in ranks:
+            rank.wait(timeout=120)
+        output.seek(0)
+        return output.read()
+
+
+@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.weekly), "transformers"])
+def test_a_training_by_a_framework_begins_again(name: str, tmp_path: Path) -> None:
+    """As one rank that is started by hand, when both had died behind the same snapshot."""
+    folders = [tmp_path / "again", tmp_path / "by-hand"]
+    for folder in folders:
+        folder.mkdir()
+    again = run_ranks(name, folders[0], "1", 2)
+    run_ranks(name, folders[1], "01", 2)
+    by_hand = run_ranks(name, folders[1], "", 1)
+    before, _, behind = again.partition("1 ranks begin the training again.")
+    assert "places 0 2" in before, again
+    assert "places 1 2" in before
+    assert "places 0 1" in behind, again
+    assert "of step 8" in behind
+    assert "of step 8" in by_hand, by_hand
+    losses = [re.findall(r"^loss (.*)$", text, flags=re.MULTILINE) for text in (behind, by_hand)]
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]

@@ -14,14 +14,21 @@ import pytest
 from mics_strategy import CheckpointError
 from mics_strategy.checkpoint.claims import identity_of
 from mics_strategy.snapshots import job_folder
-from mics_strategy.snapshots.job_folder import JobFolder, known_job, launcher_key, remove_left_overs, user_folder
+from mics_strategy.snapshots.job_folder import (
+    JobFolder,
+    known_job,
+    launcher_key,
+    launcher_of,
+    remove_left_overs,
+    user_folder,
+)
 from mics_strategy.snapshots.user_files import open_private, read_private, write_private
 
 
 @pytest.fixture
 def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(job_folder, "_job_numbers", {})
+    monkeypatch.setattr(job_folder, "num_begun", {})
 
 
 @pytest.mark.usefixtures("under_torchrun")
@@ -29,32 +36,39 @@ def test_a_launcher_finds_its_job_again_and_another_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = user_folder(tmp_path)
-    key = launcher_key()
+    key = launcher_key(os.getppid())
     assert known_job(folder, key) is None
-    JobFolder(folder, "a-job").name_launcher(key)
-    monkeypatch.setattr(job_folder, "_job_numbers", {})  # a new process of the same launcher
-    assert known_job(folder, launcher_key()) == "a-job"
-    assert known_job(folder, launcher_key()) is None  # the second training of this process
-    monkeypatch.setattr(job_folder, "_job_numbers", {})
-    monkeypatch.setattr(os, "getppid", lambda: os.getpid())
-    assert launcher_key() != key
+    JobFolder(folder, "a-job").name_launcher(os.getppid(), key)
+    monkeypatch.setattr(job_folder, "num_begun", {})  # a new process of the same launcher
+    assert known_job(folder, launcher_key(os.getppid())) == "a-job"
+    assert known_job(folder, launcher_key(os.getppid())) is None  # the second training of this process
+    monkeypatch.setattr(job_folder, "num_begun", {})
+    assert launcher_key(os.getpid()) != key
 
 
 @pytest.mark.usefixtures("under_torchrun")
 def test_a_later_process_with_the_launchers_number_is_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = launcher_key()
+    key = launcher_key(os.getppid())
     here = identity_of(os.getppid())
     for change in ({"started": "1"}, {"boot": "another"}, {"namespace": "pid:[1]"}):
-        monkeypatch.setattr(job_folder, "_job_numbers", {})
+        monkeypatch.setattr(job_folder, "num_begun", {})
         monkeypatch.setattr(job_folder, "identity_of", lambda pid, change=change: here | change)
-        assert launcher_key() != key
+        assert launcher_key(os.getppid()) != key
 
 
 def test_without_a_launcher_no_job_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert launcher_key() == ""
-    JobFolder(user_folder(tmp_path), "a-job").name_launcher("")
+    assert launcher_of(begins_again=False) == 0
+    assert launcher_key(0) == ""
+    JobFolder(user_folder(tmp_path), "a-job").name_launcher(0, "")
     assert known_job(user_folder(tmp_path), "") is None
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_training_is_started_again_by_its_launcher_or_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_of(begins_again=True) == launcher_of(begins_again=False) == os.getppid()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert launcher_of(begins_again=True) == os.getpid()
 
 
 WRONG: dict[str, Callable[[Path], Any]] = {
