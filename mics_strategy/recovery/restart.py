@@ -68,7 +68,8 @@ def restart_on_loss(
         groups, and what `train` does until it is where it was.
     """
     policy = _policy_of(wait_for_node_s, lost_after_s, begins=join is None)
-    description = {**describe_block(policy.block), "function": f"{train.__module__}.{train.__qualname__}"}
+    name = getattr(train, "__qualname__", type(train).__qualname__)
+    description = {**describe_block(policy.block), "function": f"{train.__module__}.{name}"}
     backend, counts = backend_of_default_group(), TrainingCounts.now()
     if join is None:
         job = _Job(begin_job(policy), description, backend, wait_for_node_s)
