@@ -32,6 +32,7 @@ def test_a_training_has_ended_for_all_where_one_process_has_seen_that_all_reache
     ending.start()
     second._store.set("end/0/1", "")
     first.end_together()
+    assert second._store.get("beat/0").endswith(b" 1")  # now, and not with the next heartbeat
     ending.join()
     first.close()
     third.close()
