@@ -88,9 +88,9 @@ class OpenCheckpoint:
         contents = CheckpointContents(island.entries, classes)
         target = run_on_all_ranks(lambda: LoadTarget(sharded, optimizers, contents, strict=strict, has_model=has_model))
         if self._manifest is not None:
-            requested = request_rng(rank, world_size, self._manifest.world_size)
-            saved = self._metadata.state_dict_metadata  # checkpoints without optimizers have no random states
-            target.values[RNG_KEY] = {k: v for k, v in requested.items() if f"{RNG_KEY}.{k}" in saved}
+            names = (name.partition(f"{RNG_KEY}.") for name in self._metadata.state_dict_metadata)
+            saved_rng = [key for before, found, key in names if found and not before]  # none without optimizers
+            target.values[RNG_KEY] = request_rng(rank, world_size, self._manifest.world_size, saved_rng)
 
         feedback = FeedbackSource(
             self._metadata.state_dict_metadata if optimizers else {}, self._read_into, sharded, rank

@@ -1,8 +1,8 @@
 """States of random number generators in a checkpoint.
 
 Every rank saves the states of its generators. With the same number of ranks, each rank restores its own. With another
-number, each rank derives new seeds from rank 0's states, so that ranks differ from one another and every resume is
-reproducible.
+number, or where its own are lost, each rank derives new seeds from rank 0's states, so that ranks differ from one
+another and every resume is reproducible.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import random
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,18 @@ def save_rng(rank: int, generators: Sequence[torch.Generator]) -> dict[str, byte
     return {str(rank): buffer.getvalue()}
 
 
-def request_rng(rank: int, world_size: int, saved_world_size: int) -> dict[str, None]:
-    """Name the states that this rank needs, with None as their values."""
-    return {str(rank if world_size == saved_world_size else 0): None}
+def request_rng(rank: int, world_size: int, saved_world_size: int, saved: Collection[str]) -> dict[str, None]:
+    """Name the states that this rank needs, with None as their values.
+
+    Args:
+        rank: Rank of this process.
+        world_size: Ranks of this job.
+        saved_world_size: Ranks of the job that has saved.
+        saved: Names of the states that there are. Those of ranks whose nodes are lost may be missing in a snapshot.
+    """
+    if world_size == saved_world_size and str(rank) in saved:
+        return {str(rank): None}
+    return dict.fromkeys(sorted(saved, key=int)[:1])
 
 
 def restore_rng(loaded: Mapping[str, bytes], rank: int, generators: Sequence[torch.Generator]) -> None:

@@ -81,8 +81,7 @@ class RandomStatesMixin(Base):
         Args:
             saved: States of all ranks of the save, by rank; may be empty.
         """
-        requested = request_rng(dist.get_rank(), dist.get_world_size(), len(saved))
-        return {name: saved[name] for name in requested if name in saved}
+        return {name: saved[name] for name in request_rng(dist.get_rank(), dist.get_world_size(), len(saved), saved)}
 
     def local_random_states(self) -> dict[str, bytes]:
         """Return the states of this rank's random generators, by rank."""

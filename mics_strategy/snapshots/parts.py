@@ -9,7 +9,8 @@ A snapshot is a checkpoint whose files are spread over the folders of the nodes:
 
 Of copies on one node, one rank writes one; copies on different nodes are all written, so that each node reads its own.
 A snapshot is whole if there is a report of every rank, and a file for every item that a report names. So nothing has to
-be sealed on a node that may be lost, and a part that was being written when its process was killed has no report.
+be sealed on a node that may be lost, and a part that was being written when its process was killed has no report. Where
+nodes have nothing of their own but random states (MiCS in a node, DDP), reports and random states of some may be lost.
 
 Pure.
 """
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mics_strategy.checkpoint.chunks import check_metadata
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest, file_entry, inside
+from mics_strategy.checkpoint.random_states import RNG_KEY
 from mics_strategy.checkpoint.shard_report import ShardReport, shard_report_of
 from mics_strategy.errors import CheckpointError
 
@@ -81,6 +83,12 @@ class Part:
     def sole_files(self) -> dict[str, FileEntry]:
         """Files that the buddy receives."""
         return {**self.shards[SOLE].files, **self.extra}
+
+    @property
+    def has_own_states(self) -> bool:
+        """Whether this rank's node alone has states, beside random ones."""
+        names = {item.index.fqn for item in self.shards[SOLE].plan.items} - {*self.scalars}
+        return any(not name.startswith(f"{RNG_KEY}.") for name in names)
 
     def to_json(self) -> str:
         """Serialize for `part_from`."""
@@ -134,7 +142,7 @@ def _typed(cls: type, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class WholeSnapshot:
-    """A snapshot of which nothing is missing.
+    """A snapshot of which no state is missing that a training needs.
 
     Attributes:
         parts: Part of each rank that has written.
@@ -168,17 +176,17 @@ def whole_snapshot(parts: Mapping[int, Part], nodes_with: Mapping[str, Sequence[
     Raises:
         CheckpointError: Something is missing; the error says what.
     """
-    world_size = next(iter(parts.values())).manifest.world_size
-    missing = [rank for rank in range(world_size) if rank not in parts]
-    if missing:
+    whole = WholeSnapshot([part for _, part in sorted(parts.items())], nodes_with)
+    missing = [rank for rank in range(whole.manifest.world_size) if rank not in parts]
+    if missing and any(part.has_own_states for part in whole.parts):
         raise CheckpointError(f"no node has the part of rank {', '.join(map(str, missing))}")
-    others = [rank for rank in range(world_size) if parts[rank].manifest != parts[0].manifest]
+    others = [part.rank for part in whole.parts if part.manifest != whole.manifest]
     if others:
-        raise CheckpointError(f"it has parts of different runs: rank {others[0]} has not written what rank 0 has")
-    whole = WholeSnapshot([parts[rank] for rank in range(world_size)], nodes_with)
-    extra = [name for part in whole.parts for name in part.extra if not nodes_with.get(name)]
-    if extra:
-        raise CheckpointError(f"no node has `{extra[0]}` intact")
+        raise CheckpointError(
+            f"it has parts of different runs: rank {others[0]} has not written what rank {whole.parts[0].rank} has"
+        )
+    if not any(nodes_with.get(name) for part in whole.parts for name in part.extra):
+        raise CheckpointError("no node has the extra state, of rank 0, intact")
     whole.metadata_for(0)
     return whole
 

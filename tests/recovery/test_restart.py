@@ -44,6 +44,7 @@ WEEKLY: list[tuple[Scenario, Begins]] = [
     (Scenario(name="writing", kills=dies(1, 6, "writing")), [(0, 4), (3, 2)]),
     (Scenario(name="error", kills={"2": (8, "error")}), [(0, 4), (6, 2)]),
     (Scenario(name="regroup", num_nodes=4, kills=dies(0) | dies(2, 8, "regroup")), [(0, 8), (6, 4)]),
+    (Scenario(name="two-nodes", preset="mics", num_nodes=3, kills=dies(1) | dies(2)), [(0, 6), (6, 2)]),
     (Scenario(name="feedback", fields=FEEDBACK, kills=dies(1)), [(0, 4), (6, 2)]),
     (Scenario(name="islands", **OUTER, kills=dies(1, 9)), [(0, 6), (8, 4)]),
     (Scenario(name="delayed", preset="zero1", fields={"second_hop": "delayed"}, kills=dies(1)), [(0, 4), (6, 2)]),

@@ -122,7 +122,7 @@ def test_the_buddys_copy_makes_a_snapshot_whole() -> None:
 MISSING: dict[str, tuple[Callable[[dict[int, Part], dict[str, list[int]]], Any], str]] = {
     "a report": (lambda parts, _: parts.pop(1), "no node has the part of rank 1"),
     "a file": (lambda _, files: files.update({"__1_sole_0.distcp": []}), "no node has an intact copy of `w`.*rank 1"),
-    "the extra state": (lambda _, files: files.update({"extra-0.pt": []}), "no node has `extra-0.pt` intact"),
+    "the extra state": (lambda _, files: files.update({"extra-0.pt": []}), "no node has the extra state"),
     "rows": (
         lambda parts, _: parts.update({1: part(1, 2, {}, {"w": (3, 1, 4)})}),
         "do not fit one another.*no chunk holds 1 of the 4 values of `w`",
@@ -171,3 +171,38 @@ def test_parts_of_different_runs_do_not_make_a_snapshot() -> None:
     parts[1] = dataclasses.replace(parts[1], manifest=dataclasses.replace(manifest(2), step=8))
     with pytest.raises(CheckpointError, match="parts of different runs: rank 1"):
         whole_snapshot(parts, files_of(parts, {0: [0], 1: [1]}))
+
+
+def parts_without_own_states() -> dict[int, Part]:
+    """A tensor of which each of three nodes has a copy, a scalar, and random states."""
+    return {
+        rank: part(rank, 3, {"w": (0, 4, 4)}, {"s": (0, 1, 1), f"random.{rank}": (0, 1, 1)}, scalars=("s",))
+        for rank in range(3)
+    }
+
+
+@pytest.mark.parametrize("lost", [[1], [1, 2], [2]])
+def test_where_all_nodes_have_all_states_parts_of_some_may_be_lost(lost: list[int]) -> None:
+    parts = parts_without_own_states()
+    files = files_of(parts, {0: [0], 1: [1], 2: [2]})
+    for rank in lost:
+        files |= {name: [] for name in parts.pop(rank).files}
+    names = whole_snapshot(parts, files).metadata_for(0).state_dict_metadata
+    assert {"w", "s", "random.0"} <= {*names}
+    assert not {f"random.{rank}" for rank in lost} & {*names}
+
+
+def test_the_extra_state_is_needed() -> None:
+    parts = parts_without_own_states()
+    files = files_of(parts, {0: [0], 1: [1], 2: [2]})
+    del parts[0]
+    with pytest.raises(CheckpointError, match="extra state"):
+        whole_snapshot(parts, files)
+
+
+def test_a_part_is_needed_where_a_node_has_states_of_its_own() -> None:
+    parts = parts_without_own_states() | {2: part(2, 3, {"w": (0, 4, 4)}, {"moment": (0, 1, 1)})}
+    files = files_of(parts, {0: [0], 1: [1], 2: [2]})
+    del parts[1]
+    with pytest.raises(CheckpointError, match="no node has the part of rank 1"):
+        whole_snapshot(parts, files)
