@@ -39,7 +39,7 @@ from mics_strategy.engine.rebuild import rebuild
 from mics_strategy.errors import CommunicationError, ConfigError, LifecycleError
 from mics_strategy.recovery.entering import begin_job, join_job
 from mics_strategy.recovery.joining import Terms, describe
-from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, is_member
+from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, check_lost_after, is_member
 from mics_strategy.recovery.states import RankStates, StateBytes, Stateful
 from mics_strategy.recovery.survivors import block_size, check_recoverable, resize, sources
 
@@ -378,8 +378,7 @@ class Recovery:
 
 def _check(sharded: Sharded, optimizers: list[Optimizer], lost_after_s: float, allows_one_copy: bool) -> None:
     check_recoverable(sharded.config, sharded.scopes, allows_one_copy=allows_one_copy)
-    if not lost_after_s > 0:
-        raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
+    check_lost_after(lost_after_s)
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ConfigError(f"`optimizers={optimizers}` are no optimizers. Pass a list of those of the model.")
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -63,7 +63,7 @@ def begin_job(policy: LossPolicy) -> Membership:
         store.set("running", json.dumps(list(addresses)))
         client.set(JOB, name)  # from now on newcomers find it
         if isinstance(client, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            print("`Recovery`: rank 0 holds the store of this job, which ends with it.", flush=True)
+            print(f"`{policy.caller}`: rank 0 holds the store of this job, which ends with it.", flush=True)
     return membership
 
 
@@ -95,7 +95,7 @@ def join_job(address: str, policy: LossPolicy, description: Mapping[str, str]) -
     membership = Membership(first + rank, list(addresses), -first, store, sockets, policy)
     index = -1
     if rank == 0:
-        print(f"`Recovery`: {size} ranks wait to join the job of {len(running)} ranks at {address}.", flush=True)
+        print(f"`{policy.caller}`: {size} ranks wait to join the job of {len(running)} ranks at {address}.", flush=True)
     gather_objects(None, "Recovery")  # now all ranks can be members
     if rank == 0:
         index = apply(store, list(addresses), description)
@@ -150,7 +150,7 @@ def _run_on_store(action: Callable[[], T], membership: Membership) -> T:
 
 def _end_as_well() -> NoReturn:
     if dist.get_rank() == 0:
-        print("`Recovery`: the job has ended before it let this node in, which ends as well.", flush=True)
+        print("The job to join has ended before it let this node in, which ends as well.", flush=True)
     raise SystemExit(0)
 
 

@@ -59,9 +59,9 @@ class Terms:
     thresholds: Sequence[tuple[str, Sequence[Mapping[str, Any]], int]]
 
     @classmethod
-    def none(cls) -> Terms:
+    def without_model(cls, *, is_one_node: bool) -> Terms:
         """The terms of a job that makes its model anew."""
-        return cls(is_one_node=False, random=(), thresholds=())
+        return cls(is_one_node=is_one_node, random=(), thresholds=())
 
     @classmethod
     def of(cls, sharded: Sharded, *, is_one_node: bool) -> Terms:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from mics_strategy.comm.resources import cancel_collectives
-from mics_strategy.errors import CommunicationError
+from mics_strategy.errors import CommunicationError, ConfigError
 from mics_strategy.recovery.generation_store import GenerationStore
 from mics_strategy.recovery.joining import Applications
 from mics_strategy.recovery.peer_sockets import PeerSockets
@@ -81,6 +81,21 @@ class LossPolicy:
     timeout: timedelta
     full_size: int = 0
 
+    @property
+    def caller(self) -> str:
+        """What a user has called, for messages."""
+        return "restart_on_loss" if self.full_size else "Recovery"
+
+
+def check_lost_after(lost_after_s: float) -> None:
+    """Check a silence after which a process counts as lost, seconds.
+
+    Raises:
+        ConfigError: A living process is silent as long now and then.
+    """
+    if not lost_after_s >= 5 * BEAT_S:
+        raise ConfigError(f"`lost_after_s={lost_after_s}`: a heart beats every {BEAT_S} s. Use 1.0 or more.")
+
 
 def is_member(*, in_place: bool = False) -> bool:
     """Whether this process is a member of a job that goes on without the processes that it loses.
@@ -89,6 +104,16 @@ def is_member(*, in_place: bool = False) -> bool:
         in_place: Whether only jobs count that do so in the middle of their training.
     """
     return any(not (in_place and membership.policy.full_size) for membership in _open)
+
+
+def raise_if_failed() -> None:
+    """Raise where the job of this process ends its collectives, of which a rank that is left alone has none.
+
+    Raises:
+        CommunicationError: A rank was lost, or a node waits to join.
+    """
+    if any(membership.has_failed for membership in _open):
+        raise CommunicationError("The job goes on with other ranks.")
 
 
 class Membership:
@@ -129,7 +154,7 @@ class Membership:
         self.commits = NO_STATES if generation < 0 else 0
         self.policy = policy
         self.has_failed = False
-        self.store: GenerationStore | None = None  # held here: torch keeps only the part of it that is in C++
+        self.store: GenerationStore | None = None
         self.launched_with: Any = None
         self.applications = Applications(store)
         self._store = store
@@ -150,6 +175,8 @@ class Membership:
     def close(self) -> None:
         """End the heartbeats: this process leaves the job, or is done."""
         self._ending.set()
+        if self.store is not None:
+            self.store.outlive_job()
         self._thread.join()
         self._sockets.close()
         _open.discard(self)
@@ -178,6 +205,12 @@ class Membership:
             time.sleep(_POLL_S)
         self.commits += 1
         self._beat(-1)  # now: this process may leave before its next heartbeat
+        self._store.set(f"seen/{self.generation}/{self.number}", "")
+        deadline_s = time.monotonic() + self.policy.lost_after_s
+        while self.number == 0 and time.monotonic() < deadline_s:  # it may hold the store, from which others read
+            if all(n in self._gone or self._store.check([f"seen/{self.generation}/{n}"]) for n in self.members):
+                break
+            time.sleep(_POLL_S)
 
     def begin(self, members: Sequence[int], generation: int) -> None:
         """Begin a generation, with these members."""
@@ -216,6 +249,11 @@ class Membership:
     def has_seen_death(self) -> bool:
         """Whether a process has died to which this one was connected."""
         return bool(self._sockets.died)
+
+    @property
+    def has_lost_members(self) -> bool:
+        """Whether a member of this generation has died or is silent, and has not left by itself."""
+        return not (self._sockets.died | self._silent).isdisjoint(self.members)
 
     @property
     def lacks_members(self) -> bool:
@@ -300,8 +338,9 @@ class Membership:
         agreement = self.agreement_behind(self.generation)
         if self.number in agreement.lost:
             raise CommunicationError(
-                f"Process {self.number} was silent for more than {self.policy.lost_after_s} s, and the others have "
-                "gone on without it. Raise `lost_after_s` if it was only busy."
+                f"Process {self.number} was silent for more than {self.policy.lost_after_s} s, or in no collective for "
+                f"{self.policy.timeout.total_seconds():.0f} s when the others had noticed a failure, and they have "
+                "gone on without it. If it was only busy, raise `lost_after_s`, or the timeout of the default group."
             )
         return agreement
 
@@ -389,7 +428,8 @@ class Silence:
 
     def of(self, number: int) -> float:
         """Seconds since the last new heartbeat that was observed."""
-        beat, now_s = self._store.get(f"beat/{number}"), time.monotonic()
+        key, now_s = f"beat/{number}", time.monotonic()
+        beat = self._store.get(key) if self._store.check([key]) else b""  # of one that died before its first
         last, since_s = self._last.get(number, (b"", now_s))
         if beat != last:
             since_s = now_s
@@ -398,4 +438,5 @@ class Silence:
 
     def commits_of(self, number: int) -> int:
         """Committed attempts in the last heartbeat."""
-        return int(self._last[number][0].split()[1])
+        beat, _ = self._last[number]
+        return int(beat.split()[1]) if beat else 0

@@ -28,14 +28,15 @@ from mics_strategy.engine.setup.resolve import node_name
 from mics_strategy.errors import CommunicationError, ConfigError
 from mics_strategy.recovery.entering import begin_job, join_job
 from mics_strategy.recovery.joining import Terms, describe_block
-from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, is_member
+from mics_strategy.recovery.membership import Agreement, LossPolicy, Membership, check_lost_after, is_member
 from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.job import TrainingCounts
 from mics_strategy.snapshots.memory import abandon_snapshots
 from mics_strategy.topology import RankLocation, topology_from_locations
 
 T = TypeVar("T")
-_MAX_FAILURES = 2  # one after the other, while nobody is lost
+_MAX_FAILURES = 2  # within that time, while nobody is lost
+_FAILURES_WITHIN_S = 600.0
 _POLL_S = 0.05
 
 
@@ -67,7 +68,7 @@ def restart_on_loss(
         Two small requests to the job's store every 0.2 s; an idle connection to every other process. After a loss: new
         groups, and what `train` does until it is where it was.
     """
-    policy = _policy_of(wait_for_node_s, lost_after_s, begins=join is None)
+    policy, is_one_node = _policy_of(wait_for_node_s, lost_after_s, begins=join is None)
     name = getattr(train, "__qualname__", type(train).__qualname__)
     description = {**describe_block(policy.block), "function": f"{train.__module__}.{name}"}
     backend, counts = backend_of_default_group(), TrainingCounts.now()
@@ -76,9 +77,10 @@ def restart_on_loss(
     else:
         admission = join_job(join, policy, description)
         job = _Job(admission.membership, description, backend, wait_for_node_s)
-        job.admitted = admission.generation, admission.agreement
+        job.admitted, is_one_node = (admission.generation, admission.agreement), admission.terms.is_one_node
+    job.is_one_node = is_one_node
     try:
-        job.regroup()
+        job.regroup("at the beginning")
         while True:
             results: list[T] = []
             failure = job.run(functools.partial(_append, results, train))
@@ -86,6 +88,9 @@ def restart_on_loss(
                 job.announce_end()
                 return results[0]
             counts.restore()
+    except BaseException:
+        job.leave()
+        raise
     finally:
         job.close()
 
@@ -94,8 +99,8 @@ def _append(results: list[T], train: Callable[[], T]) -> None:
     results.append(train())
 
 
-def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> LossPolicy:
-    """How the job loses processes, after a check of the options on all ranks.
+def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> tuple[LossPolicy, bool]:
+    """How the job loses processes, and whether it is one node, after a check of the options on all ranks.
 
     Raises:
         ConfigError: An option is invalid, or the job is none that can begin again. On every rank.
@@ -108,8 +113,7 @@ def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> 
                 f"`restart_on_loss` needs gloo, and this job has `{dist.get_backend_config()}`. Use `MemorySnapshots` "
                 "and `torchrun --max-restarts`, which start the processes again."
             )
-        if not lost_after_s > 0:
-            raise ConfigError(f"`lost_after_s={lost_after_s}` is no time. Use seconds, such as 5.0.")
+        check_lost_after(lost_after_s)
         if not 0 <= wait_for_node_s < timeout.total_seconds():
             raise ConfigError(
                 f"`wait_for_node_s={wait_for_node_s}` must be 0 or more, and less than the timeout of the default "
@@ -121,19 +125,29 @@ def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> 
 
     nodes = gather_objects(run_on_all_ranks(check), "restart_on_loss")
     per_node = topology_from_locations([RankLocation(node=node) for node in nodes]).ranks_per_node
-    block = (per_node if per_node < len(nodes) else 1) if begins else len(nodes)
-    return LossPolicy(block=block, lost_after_s=lost_after_s, timeout=timeout, full_size=len(nodes))
+    is_one_node = per_node == len(nodes)
+    block = (1 if is_one_node else per_node) if begins else len(nodes)
+    return LossPolicy(block=block, lost_after_s=lost_after_s, timeout=timeout, full_size=len(nodes)), is_one_node
 
 
 def _tell_frameworks(ranks_per_node: int) -> None:
     """Let frameworks know the places in the new default group, as a launcher would."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    node, num_nodes = rank // ranks_per_node, size // ranks_per_node
-    places = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
+    (node, local), num_nodes = divmod(rank, ranks_per_node), size // ranks_per_node
+    places = {
+        **{"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes},
+        **{"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_node},
+    }
     os.environ.update({name: str(place) for name, place in places.items() if name in os.environ})
     if (states := sys.modules.get("accelerate.state")) is not None:  # one of the process, with its rank
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
+
+
+def _shortened(error: Exception) -> str:
+    """What failed, without gloo's files, former ranks, details and advice."""
+    text = re.sub(r"\[/\S*\] ?", "", str(error))
+    return re.split(r" over | \(|\. ", text)[0].rstrip(": .") or type(error).__name__
 
 
 class _Job:
@@ -147,16 +161,21 @@ class _Job:
 
     Attributes:
         admitted: Of a node that joins: the generation of the running job that has ended for it, and by which agreement.
+        is_one_node: Whether the job is one node, of any number of ranks.
     """
 
     def __init__(self, membership: Membership, description: Mapping[str, str], backend: str, wait_s: float) -> None:
         self.admitted: tuple[int, Agreement] | None = None
+        self.is_one_node = False
         self._membership = membership
         self._description = description
         self._backend = backend
         self._wait_s = wait_s
         self._members = membership.members  # of the next generation
-        self._num_failures = 0
+        self._known = list(membership.members)  # who is reported to be there
+        self._failed_at_s: list[float] = []  # while nobody was lost
+        self._has_begun = False
+        self._own_error = ""  # of the script, in the training before
         membership.applications.description = description
         membership.commits = 0  # of trainings to their end
         membership.end_generation()
@@ -167,10 +186,16 @@ class _Job:
         try:
             train()
             self._membership.end_together()
+        except CommunicationError as error:
+            return _shortened(error)
         except Exception as error:
-            if not isinstance(error, CommunicationError) and not self._membership.fails_soon():
+            if not self._membership.fails_soon():
                 raise
-            return re.split(r" over | \(|\. |\[/", str(error))[0]  # without ranks, advice and files
+            own_error = f"{type(error).__name__}: {error}"
+            if own_error == self._own_error and not self._membership.has_lost_members:
+                raise  # another rank has raised it, too, and has left just before
+            self._own_error = own_error
+            return _shortened(error)
         return None
 
     def has_ended(self, failure: str) -> bool:
@@ -185,24 +210,33 @@ class _Job:
             return True
         self._follow(agreement)
         gc.collect()  # models and optimizers of the training that has failed
-        self.regroup()
-        gone, new = (
-            ", ".join(str(number) for number in sorted({*some} - {*others}))
-            for some, others in ((before, self._membership.members), (self._membership.members, before))
-        )
-        self._num_failures = 0 if gone or new else self._num_failures + 1
-        if self._num_failures > _MAX_FAILURES:
+        self.regroup(failure)
+        now_s = time.monotonic()
+        recent = [failed_s for failed_s in self._failed_at_s if now_s - failed_s < _FAILURES_WITHIN_S]
+        self._failed_at_s = [*recent, now_s] if self._membership.members == before else []
+        if len(self._failed_at_s) > _MAX_FAILURES:
             raise CommunicationError(
-                f"The training has failed {self._num_failures} times, while no process was lost: {failure}."
-            )
-        if dist.get_rank() == 0:
-            changes = [f"processes {gone} are gone"] * bool(gone) + [f"processes {new} have joined"] * bool(new)
-            print(
-                f"`restart_on_loss`: {', '.join(changes) or 'no process is gone'} ({failure}). "
-                f"{dist.get_world_size()} ranks begin the training again.",
-                flush=True,
+                f"The training has failed {len(self._failed_at_s)} times within {_FAILURES_WITHIN_S / 60:.0f} minutes, "
+                f"while no process was lost: {failure}."
             )
         return False
+
+    def _report(self, failure: str) -> None:
+        """Print, on the first rank, who was lost, and who has joined."""
+        members, known, self._known = self._membership.members, self._known, list(self._membership.members)
+        gone, new = ({*known} - {*members}, {*members} - {*known})
+        if dist.get_rank() or (members == known and not self._has_begun):
+            return
+        changes = [
+            f"processes {', '.join(map(str, sorted(numbers)))} {what}"
+            for numbers, what in ((gone, "are gone"), (new, "have joined"))
+            if numbers
+        ]
+        print(
+            f"`restart_on_loss`: {', '.join(changes) or 'no process is gone'} ({failure}). {len(members)} ranks begin "
+            "the training again.",
+            flush=True,
+        )
 
     def _agree(self) -> Agreement:
         """End all that sends, and agree on who is left."""
@@ -212,13 +246,17 @@ class _Job:
         abandon_groups()
         return self._membership.agree()
 
-    def regroup(self) -> None:
+    def regroup(self, failure: str) -> None:
         """Make a default group of the members that are left, and of nodes that wait to join. More may be lost.
+
+        Args:
+            failure: What failed before.
 
         Raises:
             CommunicationError: This process leaves the job.
         """
         membership, num_failures = self._membership, 0
+        terms = Terms.without_model(is_one_node=self.is_one_node)
         while True:
             ended, agreement = self.admitted or self._let_in()
             self.admitted = None
@@ -227,7 +265,7 @@ class _Job:
                 continue
             membership.begin(self._members, ended + 1)
             for index in agreement.invited:
-                membership.applications.accept(int(index), ended, Terms.none())
+                membership.applications.accept(int(index), ended, terms)
             try:
                 membership.run_until_failure(self._make_group)
                 break
@@ -237,7 +275,9 @@ class _Job:
                 if num_failures > _MAX_FAILURES:
                     raise
                 self._follow(agreement)
-        _tell_frameworks(membership.policy.block)
+        _tell_frameworks(dist.get_world_size() if self.is_one_node else membership.policy.block)
+        self._report(failure)
+        self._has_begun = True
 
     def _let_in(self) -> tuple[int, Agreement]:
         """Let in nodes that wait, in a generation without groups. Returns it, and the agreement that has ended it."""
@@ -281,6 +321,11 @@ class _Job:
         self._membership.announce_end()
         job_folder.remove_ended()
 
+    def leave(self) -> None:
+        """Let the others go on at once, though this process may live on, and hold its snapshots."""
+        self._membership.fail(self._membership.generation)
+        abandon_snapshots()
+
     def close(self) -> None:
-        """Leave the job."""
+        """End the watch over other processes."""
         self._membership.close()

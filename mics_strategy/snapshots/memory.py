@@ -33,7 +33,7 @@ from mics_strategy.comm import host_messages
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
-from mics_strategy.recovery.membership import is_member
+from mics_strategy.recovery.membership import is_member, raise_if_failed
 from mics_strategy.snapshots import job_folder
 from mics_strategy.snapshots.buddy import BuddyExchange
 from mics_strategy.snapshots.job import SnapshotJob
@@ -216,6 +216,7 @@ class MemorySnapshots:
 
     def count_step(self) -> bool:
         """Count an optimizer step; whether a snapshot is due. Called on every rank after each step, to `take` it."""
+        raise_if_failed()
         self._interval.steps += 1
         return self._interval.steps >= self._interval.due
 

@@ -5,6 +5,7 @@ FOLDER/<scenario>/<number>; what all have printed is in FOLDER/<scenario>/output
 """
 
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -49,6 +50,7 @@ class Scenario:
         joins: Step in front of which rank 0 waits until each further node has asked to join.
         is_plain: Whether it trains once, without `restart_on_loss`.
         loads: Checkpoint from which a plain job begins: name of a scenario, and "/disk".
+        is_repeated: Whether it trains once more when it has ended, behind a save to the disk.
         saves_at: Step in front of which a plain job writes a checkpoint and ends; -1 for none.
     """
 
@@ -61,6 +63,7 @@ class Scenario:
     kills: dict[str, tuple[float, str]] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     is_plain: bool = False
+    is_repeated: bool = False
     loads: str = ""
     saves_at: int = -1
     wait_for_node_s: float = 0.0
@@ -165,7 +168,9 @@ class Process:
             snapshots.close()
         self.step = step
         self.strike("end", step)
-        return {"states": states, "rank": rank, "size": world_size}
+        scopes = sharded.scopes
+        degrees = (scopes.params, scopes.optimizer, scopes.ranks_per_node, scopes.world_size)
+        return {"states": states, "rank": rank, "size": world_size, "degrees": degrees}
 
     def _wait_for_nodes(self, step: int, world_size: int) -> None:
         """Let the nodes start that come in this step, and wait until they have asked to join."""
@@ -210,9 +215,15 @@ def run_process(scenario: Scenario, number: int, port: int, folder: Path) -> Non
         if scenario.is_plain:
             result = process.train()
         else:
-            result = restart_on_loss(
-                process.train, join=join, lost_after_s=3.0, wait_for_node_s=scenario.wait_for_node_s
-            )
+            options: Any = {"join": join, "lost_after_s": 3.0, "wait_for_node_s": scenario.wait_for_node_s}
+            result = restart_on_loss(process.train, **options)
+            if scenario.is_repeated:
+                gc.collect()
+                model = make_model()
+                sharded = shard(model, "zero3", units=[nn.Linear])
+                save_checkpoint(folder / "behind", sharded, make_optimizers("adamw", model))
+                process.begins.clear()
+                result = restart_on_loss(process.train, **options)
         result |= {"places": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}}
     except SystemExit as error:
         result = {"error": f"SystemExit {error.code}"}

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from mics_strategy import CommunicationError
-from mics_strategy.recovery.membership import LossPolicy, Membership
+from mics_strategy.recovery.membership import LossPolicy, Membership, Silence
 from mics_strategy.recovery.peer_sockets import PeerSockets
 
 
@@ -50,6 +50,28 @@ def test_a_training_has_not_ended_where_one_process_has_not_reached_the_end() ->
     agreement = first.agree()
     assert (agreement.commits, agreement.lost, agreement.members) == (0, [1], [0])
     first.close()
+
+
+def test_the_first_process_which_may_hold_the_store_leaves_as_the_last_one() -> None:
+    first, second = memberships(2)
+    second._store.set("end/0/1", "")
+    ending = threading.Thread(target=first.end_together)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    second.end_together()
+    ending.join(10.0)
+    assert not ending.is_alive()
+    first.close()
+    second.close()
+
+
+def test_a_process_that_died_before_its_first_heartbeat_is_silent() -> None:
+    silence = Silence(dist.HashStore())  # a `get` would wait
+    silence.of(7)
+    time.sleep(0.05)
+    assert silence.of(7) >= 0.05
+    assert silence.commits_of(7) == 0
 
 
 def test_a_process_that_was_silent_counts_in_the_next_generation() -> None:

@@ -37,6 +37,7 @@ JOBS: list[tuple[Scenario, Begins]] = [
     (Scenario(name="loading", num_nodes=4, kills=dies(3) | dies(1, 8, "loading")), [(0, 8), (6, 4)]),
     (Scenario(name="back", kills=dies(1, 5), joins=(7,)), [(0, 4), (3, 2), (6, 4)]),
     (Scenario(name="late", **LATE), [(0, 4), (6, 4)]),
+    (Scenario(name="one-node", preset="mics", num_nodes=1, is_repeated=True), [(0, 2)]),
 ]
 WEEKLY: list[tuple[Scenario, Begins]] = [
     (Scenario(name="first-node", kills=dies(0)), [(0, 4), (6, 2)]),
@@ -118,6 +119,7 @@ def assert_equal_to_plain(scenario: Scenario, begins: Begins, jobs: tuple[Path, 
         assert result["begins"] == (begins[-1:] if is_new else begins)
         assert result["places"] == {"RANK": str(result["rank"]), "WORLD_SIZE": str(size)}
         reference = plain[result["rank"]]
+        assert result["degrees"] == reference["degrees"]
         assert result["states"] == reference["states"]
         assert len(result["states"]) > 15
         for step in range(first_step, scenario.num_steps):

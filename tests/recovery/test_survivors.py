@@ -147,7 +147,7 @@ def test_what_recovery_refuses_is_refused_by_name_on_every_rank(ranks: RankPool,
     words = (
         "ConfigError: `optimizers=[]` are no optimizers",
         "ConfigError: `optimizers` lack the trained parameter `bias`",
-        "ConfigError: `lost_after_s=0.0` is no time. Use seconds, such as 5.0. (found on rank 1)",
+        "ConfigError: `lost_after_s=0.0`: a heart beats every 0.2 s. Use 1.0 or more. (found on rank 1)",
         "ConfigError: `Recovery` ends all process groups when a rank is lost, and `MemorySnapshots`",
         "ConfigError: `MemorySnapshots` has a process group of its own, and `Recovery`",
         "LifecycleError: An optimizer stepped outside of `Recovery.attempt()`",
