@@ -147,7 +147,7 @@ class ExactDTensor(PythonValues, DTensor):
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank, which receives the mean of all ranks' gradients. Collective over its mesh.
+        """A copy of the whole tensor on every rank, which receives the mean of all ranks' gradients. Collective.
 
         Args:
             grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
@@ -169,7 +169,8 @@ class ExactDTensor(PythonValues, DTensor):
             self.finish_sum()
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
             return self.full_tensor()
-        return super().to_local(grad_placements=grad_placements)
+        local = super().to_local(grad_placements=grad_placements)
+        return local if self.mics_memory is None or self.requires_grad else self.mics_memory.lend(local)
 
     @override
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
@@ -244,8 +245,7 @@ class _FullTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
         plain = cast("DTensor", tensor.detach())  # torch 2.11 gives a DTensor
         ctx.like = as_exact(plain, tensor.mics_random, tensor.mics_origin)
-        whole = gather(tensor)
-        return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
+        return gather(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

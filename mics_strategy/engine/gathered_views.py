@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.comm.placement import full_tensor
+from mics_strategy.comm.placement import full_tensor, is_sharded
 from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine.origins import origin_now
 from mics_strategy.errors import LifecycleError
@@ -93,7 +93,13 @@ def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
 
 
 def gather(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank. Collective."""
+    """A copy of the whole tensor on every rank, also where each has it anyway. Collective."""
+    whole = _whole_of(tensor)
+    return whole if is_sharded(tensor) else whole.clone()
+
+
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, of which nothing may be kept: where each rank has it anyway it is the part itself."""
     check_not_forked()
     return full_tensor(tensor, origin_now(tensor))
 
@@ -124,7 +130,7 @@ class Wholes:
             return tensor._local_tensor
         if id(tensor) not in self._wholes:
             gathered = gathered_of(tensor)
-            self._wholes[id(tensor)] = gather(tensor) if gathered is None else gathered.whole
+            self._wholes[id(tensor)] = _whole_of(tensor) if gathered is None else gathered.whole
         return self._wholes[id(tensor)]
 
     def keep_parts(self, written: Iterator[ExactDTensor]) -> None:

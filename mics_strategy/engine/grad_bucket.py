@@ -406,7 +406,7 @@ class GradBucket:
         if exposed._use_count() > 1 + is_in_slot:  # in a graph, or the gradient of another parameter as well
             return True
         num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the tuple, the variable, the argument
-        return sys.getrefcount(exposed) > num_own or bool(memory.shared)
+        return sys.getrefcount(exposed) > num_own or bool(memory.shared) or bool(memory.plain)
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         if not positions:

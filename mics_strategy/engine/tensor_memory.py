@@ -104,6 +104,7 @@ class TensorMemory:
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         gathered: Returns the gathered values that views of it share, or None.
         shared: Living aliases and views, by id; not the engine's own tensor.
+        plain: Living local parts that a script has, by id.
         assigned: Tensor whose values a script has assigned; None for none.
         may_have_node: Whether a script may have got the node in which autograd would accumulate the gradient.
     """
@@ -115,6 +116,7 @@ class TensorMemory:
     has_lost_graph: bool = False
     gathered: Callable[[], Any] = lambda: None
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
+    plain: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary)
     assigned: AssignedTensor | None = None
     may_have_node: bool = False
 
@@ -162,6 +164,12 @@ class TensorMemory:
         tensor.mics_memory = self
         self.shared[id(tensor)] = tensor
 
+    def lend(self, local: torch.Tensor) -> torch.Tensor:
+        """An alias of a local part, which keeps its values when this memory gets others."""
+        alias = local.view_as(local)
+        self.plain[id(alias)] = alias
+        return alias
+
     def give(self, tensor: ExactDTensor, own: ExactDTensor) -> None:
         """Let a tensor be an alias of the engine's own one, without its values.
 
@@ -175,11 +183,14 @@ class TensorMemory:
     def leave(self) -> None:
         """Move all aliases and views to a copy, which they share."""
         self.assigned = None
-        tensors = list(self.shared.values())
+        tensors, plain = list(self.shared.values()), list(self.plain.values())
         self.shared.clear()
-        if not tensors:
+        self.plain.clear()
+        if not tensors and not plain:
             return
-        copied = tensors[0]._local_tensor.untyped_storage().clone()
+        copied = (plain or [tensor._local_tensor for tensor in tensors])[0].untyped_storage().clone()
+        for local in plain:
+            local.data = local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())
         for tensor in tensors:
             local = tensor._local_tensor
             tensor.mics_memory = None

@@ -159,6 +159,8 @@ class DelayedTarget(OptimizerTarget):
         if self._saved is not None:
             self._undo()
             self.hops.is_tentative = True
+        else:
+            self.hops.num_left_out = 0
         self.hops.awaits_step = False
         super().post_step(parameters, exchanges)
 
