@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mics_strategy.checkpoint.save import abandon_saves
-from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.consensus import check_equal, gather_objects, run_on_all_ranks
 from mics_strategy.comm.resources import abandon_groups, backend_of_default_group
 from mics_strategy.comm.transport import backend_of, timeout_of
 from mics_strategy.engine.setup.resolve import node_name
@@ -107,7 +107,7 @@ def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> 
     """
     timeout = timeout_of(dist.group.WORLD, "cpu")
 
-    def check() -> str:
+    def check() -> tuple[str, dict[str, str]]:
         if backend_of(dist.group.WORLD, "cpu") != "gloo" or "nccl" in dist.get_backend_config():
             raise ConfigError(
                 f"`restart_on_loss` needs gloo, and this job has `{dist.get_backend_config()}`. Use `MemorySnapshots` "
@@ -121,9 +121,10 @@ def _policy_of(wait_for_node_s: float, lost_after_s: float, *, begins: bool) -> 
             )
         if is_member():
             raise ConfigError("This process already uses `Recovery` or `restart_on_loss`. Use one of them.")
-        return node_name()
+        return node_name(), {"wait_for_node_s": str(wait_for_node_s), "lost_after_s": str(lost_after_s)}
 
-    nodes = gather_objects(run_on_all_ranks(check), "restart_on_loss")
+    nodes, options = zip(*gather_objects(run_on_all_ranks(check), "restart_on_loss"), strict=True)
+    check_equal(options)
     per_node = topology_from_locations([RankLocation(node=node) for node in nodes]).ranks_per_node
     is_one_node = per_node == len(nodes)
     block = (1 if is_one_node else per_node) if begins else len(nodes)

@@ -147,7 +147,7 @@ class SnapshotJob:
         own_folder = JobFolder(user_folder, name)
         own_folder.name_launcher(*launcher)
         if is_leader:
-            own_folder.lock()
+            own_folder.lock(is_alone=is_member() and self._named is None)
             job_folder.remove_left_overs(user_folder, name)
         return own_folder
 

@@ -125,17 +125,21 @@ class JobFolder:
             )
         _open[self.path] = self
 
-    def lock(self) -> None:
+    def lock(self, *, is_alone: bool = False) -> None:
         """Let no other job use the folder while this process runs. Called by the leader of a node.
 
         The lock is of POSIX, so that it ends with this process: its children do not inherit it.
+
+        Args:
+            is_alone: Whether no other job can have this name. Who has the lock then is of this job, and was taken for
+                lost while it lives.
 
         Raises:
             CheckpointError: A living process has it.
         """
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         deadline_s = time.monotonic() + _LOCK_WITHIN_S
-        while not _try_lock(self._lock):
+        while not _try_lock(self._lock) and not is_alone:
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
                     f"The job `{self.path.name}` already runs on this node: a living process has locked `{self.path}`. "

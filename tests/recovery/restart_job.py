@@ -46,7 +46,7 @@ class Scenario:
     Attributes:
         name: Its folder.
         kills: Points at which processes die, by number: step, and "step", "writing", "exchange", "loading", "regroup",
-            "end", "call" (in a step, and lets the node start that comes in it) or "error"; or seconds and "clock".
+            "end", "stop", "call" (in a step, and lets the node start that comes in it) or "error"; seconds and "clock".
         joins: Step in front of which rank 0 waits until each further node has asked to join.
         is_plain: Whether it trains once, without `restart_on_loss`.
         loads: Checkpoint from which a plain job begins: name of a scenario, and "/disk".
@@ -91,7 +91,7 @@ class Process:
                 raise RuntimeError("of a script")
             if point == "call":  # for a node that comes now
                 (self._folder / f"joins-{step}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if point == "stop" else signal.SIGKILL)
 
     def start_clock(self) -> None:
         """Die some seconds from now, if that is what shall be."""
@@ -148,7 +148,7 @@ class Process:
             if step == scenario.saves_at:
                 save_checkpoint(self._folder / "disk", sharded, optimizers, {"step": step})
                 break
-            for point in ("step", "error", "call"):
+            for point in ("step", "error", "call", "stop"):
                 self.strike(point, step)
             batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
             loss = model(batch).square().mean()
@@ -246,7 +246,7 @@ def run(scenario: Scenario, folder: Path) -> None:
         os.write(writer, str(store.port).encode())
         time.sleep(3600)
     port = int(os.read(reader, 16))
-    waiting = set()
+    waiting, stopped = set(), set()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in range(2 * (scenario.num_nodes + len(scenario.joins))):
         pid = os.fork()
@@ -256,8 +256,10 @@ def run(scenario: Scenario, folder: Path) -> None:
             os.setpgid(0, 0)
             run_process(scenario, number, port, folder)
         waiting.add(pid)
+        if scenario.kills.get(str(number), ("", ""))[1] == "stop":
+            stopped.add(pid)
     deadline_s = time.monotonic() + TIMEOUT_S
-    while waiting and time.monotonic() < deadline_s:
+    while waiting - stopped and time.monotonic() < deadline_s:
         waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
         time.sleep(0.02)
     for pid in (*waiting, store_pid):

@@ -128,6 +128,15 @@ def assert_equal_to_plain(scenario: Scenario, begins: Begins, jobs: tuple[Path, 
         assert not list(memory.glob("*/*"))  # snapshots end with the training
 
 
+@pytest.mark.weekly
+def test_a_first_rank_that_is_stopped_keeps_no_snapshots_from_the_others(tmp_path: Path) -> None:
+    """It has the lock of the node's folder, and lives."""
+    scenario = Scenario(name="stopped", num_nodes=1, kills={"0": (8, "stop")})
+    results = run_all([scenario], tmp_path)["stopped"]
+    assert results[1]["begins"] == [(0, 2), (6, 1)]
+    assert "states" in results[1]
+
+
 def test_the_example_of_the_page_begins_again_and_lets_in_the_node_that_comes_back() -> None:
     command = [sys.executable, "-m", "tests.recovery.page", "restart_on_loss"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150).stdout

@@ -43,6 +43,14 @@ def test_all_ranks_refuse_what_one_refuses(ranks: RankPool) -> None:
     assert all("lost_after_s=-1.0" in text and "found on rank 0" in text for text in ranks(2, wrong_on_one))
 
 
+def unequal(ctx: RankContext) -> str:
+    return refused(ctx, {"wait_for_node_s": float(ctx.rank)})
+
+
+def test_ranks_must_agree(ranks: RankPool) -> None:
+    assert all("`wait_for_node_s` differs between ranks" in text for text in ranks(2, unequal))
+
+
 def beside_recovery(ctx: RankContext) -> str:
     model = nn.Linear(4, 4)
     sharded = shard(model, "ddp", topology=Topology(ranks_per_node=1))
