@@ -36,8 +36,6 @@ from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain, OpStream
 from mics_strategy.errors import LifecycleError
 
-_MAX_LEFT_OUT = 32  # steps in a row: a `GradScaler` leaves out some 16 until it has found its scale
-
 
 class DelayedGrad(GradBucket):
     """The gradient of one bucket in the window before the present one.
@@ -168,7 +166,6 @@ class DelayedHops(SecondHops):
         is_tentative: Whether the present window computes with tentative parameters, so that its step commits.
         commits: Whether the step behind the gradients that are exposed commits.
         awaits_step: Whether gradients are final that no step has used.
-        num_left_out: Steps that were left out since the last one that has committed.
         on_finish: Called when gradients have become final.
     """
 
@@ -184,7 +181,6 @@ class DelayedHops(SecondHops):
         self.delayed = delayed
         self.scales = LossScales()
         self.on_finish: Callable[[], None] = lambda: None
-        self.num_left_out = 0
         self._delayed_of = {grad_bucket.window: grad_bucket for grad_bucket in delayed}
         self._places |= {grad_bucket: self._places[grad_bucket.window] for grad_bucket in delayed}
         self.restart()
@@ -227,14 +223,6 @@ class DelayedHops(SecondHops):
                 )
         if self.awaits_step:  # a step was left out, perhaps for what the window in flight holds
             self.restart()
-            self.num_left_out += 1
-            if self.num_left_out > _MAX_LEFT_OUT:
-                raise LifecycleError(
-                    f"{_MAX_LEFT_OUT} times in a row gradients were final, and no `step()` followed before the next "
-                    'backward. With `second_hop="delayed"` such a backward begins anew, so that this training would '
-                    "never update. Where gradients are cleared between two backwards of a step (adversarial inputs, a "
-                    'second model), or every second step is left out, use `second_hop="boundary"`.'
-                )
         super().begin_backward(turns)
 
     @override

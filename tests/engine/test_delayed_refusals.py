@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from mics_strategy import Codec, ConfigError, MiCSError, ShardConfig, Topology, finish_delayed, shard
+from mics_strategy import Codec, ConfigError, LifecycleError, MiCSError, ShardConfig, Topology, finish_delayed, shard
 from mics_strategy.planner import Cluster
 from mics_strategy.planner.space import scopes_of
 from tests.engine.delayed_plain import Loop
 from tests.engine.test_delayed import config_of, run_step, start
 from tests.outer.plain import Net, batch, loss_of
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,44 @@ def raised(ctx: RankContext) -> bool:
 
 def test_a_tentative_step_that_raises_is_taken_back(ranks: RankPool) -> None:
     assert ranks(4, raised) == [True] * 4
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net().double()
+    shard(model, config_of("mics"), units=[nn.Linear])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def never_updates(ctx: RankContext, clears: bool) -> None:
+    """Gradients are cleared between two backwards of a step, or every second step is left out."""
+    model, optimizer = make()
+    for step in range(60):
+        loss_of(model, batch(step, 0, ctx.rank), 1).backward()
+        if clears:
+            optimizer.zero_grad()
+            loss_of(model, batch(step, 1, ctx.rank), 1).backward()
+        if clears or step % 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_training_that_would_never_update_raises(ranks: RankPool, clears: bool) -> None:
+    raises_on_every_rank(lambda: ranks(4, never_updates, clears), LifecycleError, "never updates.*second_hop")
+
+
+def reads_gradients(ctx: RankContext) -> bool:
+    """Many gradients are looked at without a step; then the training goes on."""
+    model, optimizer = make()
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(60):
+        loss_of(model, batch(step, 0, ctx.rank), 1).backward()
+        if step > 50:
+            optimizer.step()
+        optimizer.zero_grad()
+    return any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_may_be_read_without_steps(ranks: RankPool) -> None:
+    assert all(ranks(4, reads_gradients))

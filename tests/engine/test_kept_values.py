@@ -1,15 +1,14 @@
 """What a script keeps of `full_tensor()` and `to_local()` is its own, whatever the preset, as of a plain process."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mics_strategy import LifecycleError, Topology, shard
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from mics_strategy import Topology, shard
+from tests.ranks import RankContext, RankPool
 
 
 def model_of(*, is_double: bool = True) -> nn.Module:
@@ -103,19 +102,3 @@ def test_a_local_part_of_a_gradient_is_the_gradient_until_that_is_cleared(
     ranks: RankPool, preset: str, with_grad: bool
 ) -> None:
     assert ranks(2, local_parts, preset, with_grad) == [[True] * 4] * 2
-
-
-def never_updates(ctx: RankContext) -> None:
-    model = model_of()
-    shard(model, "mics", second_hop="delayed", topology=Topology(ranks_per_node=1))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(50):
-        backward(model, 1.0)
-        optimizer.zero_grad()  # only the gradient of the inputs was wanted
-        backward(model, 2.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_delayed_training_that_would_never_update_raises(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, never_updates), LifecycleError, "never update.*second_hop")

@@ -42,6 +42,8 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.step import Engine
 from mics_strategy.errors import LifecycleError
 
+_MAX_TENTATIVE = 16  # in a row; every second step commits, but behind those that a `GradScaler` leaves out
+
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
@@ -87,6 +89,7 @@ class DelayedTarget(OptimizerTarget):
         super().__init__(engine, context, sharded_params)
         self.hops = cast("DelayedHops", engine.reducer.second_hops)
         self._saved: SavedStates | None = None  # in a tentative step
+        self._num_tentative = 0  # in a row
         self.hops.on_finish = self.show_committed
         setattr(self._groups.trainable_placement.device_mesh, LOSS_SCALES, self.hops.scales)
         self._holds_tentative = False  # whether the masters hold the tentative parameters
@@ -137,6 +140,14 @@ class DelayedTarget(OptimizerTarget):
                 '`second_hop="delayed"` they may have an earlier one: call `scaler.unscale_(optimizer)` before '
                 "`scaler.step(optimizer)`, or build the optimizer with fused=False."
             )
+        self._num_tentative = 0 if self.hops.commits else self._num_tentative + 1
+        if self._num_tentative > _MAX_TENTATIVE:
+            raise LifecycleError(
+                f"{_MAX_TENTATIVE} steps in a row were tentative, as each came behind one that was left out. "
+                'With `second_hop="delayed"` a training that leaves out every second one never updates: so does one '
+                "that clears gradients between two backwards of a step (adversarial inputs, a second model). Use "
+                '`second_hop="boundary"`.'
+            )
         if not self.hops.commits:
             self._saved = SavedStates.of(optimizer)
             for delayed in self.hops.delayed:
@@ -159,8 +170,6 @@ class DelayedTarget(OptimizerTarget):
         if self._saved is not None:
             self._undo()
             self.hops.is_tentative = True
-        else:
-            self.hops.num_left_out = 0
         self.hops.awaits_step = False
         super().post_step(parameters, exchanges)
 
