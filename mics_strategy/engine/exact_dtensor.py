@@ -159,7 +159,7 @@ class ExactDTensor(PythonValues, DTensor):
             return gather(self)
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
-        return cast("torch.Tensor", _FullTensor.apply(self))  # type: ignore[no-untyped-call]
+        return cast("torch.Tensor", _FullTensor.apply(self, True))  # type: ignore[no-untyped-call]
 
     @override
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -168,7 +168,8 @@ class ExactDTensor(PythonValues, DTensor):
         if is_partial(self):
             self.finish_sum()
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
-            return self.full_tensor()
+            whole = self.clone() if self.mics_is_own else _FullTensor.apply(self, False)  # type: ignore[no-untyped-call]
+            return cast("torch.Tensor", whole)
         local = super().to_local(grad_placements=grad_placements)
         return local if self.mics_memory is None or self.requires_grad else self.mics_memory.lend(local)
 
@@ -242,14 +243,14 @@ class _FullTensor(torch.autograd.Function):
     """The whole tensor, with the mean over all ranks of its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: ExactDTensor, is_copy: bool) -> torch.Tensor:
         plain = cast("DTensor", tensor.detach())  # torch 2.11 gives a DTensor
         ctx.like = as_exact(plain, tensor.mics_random, tensor.mics_origin)
-        return gather(tensor)
+        return gather(tensor) if is_copy else plain._local_tensor.view_as(plain._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return mean_gradient(grad, ctx.like)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return mean_gradient(grad, ctx.like), None
 
 
 def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:

@@ -102,3 +102,17 @@ def test_a_local_part_of_a_gradient_is_the_gradient_until_that_is_cleared(
     ranks: RankPool, preset: str, with_grad: bool
 ) -> None:
     assert ranks(2, local_parts, preset, with_grad) == [[True] * 4] * 2
+
+
+def written_parts(ctx: RankContext, preset: str) -> list[bool]:
+    model = model_of()
+    shard(model, preset, topology=Topology(ranks_per_node=1))
+    before = [whole(parameter.detach()) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.to_local().data.mul_(2.0)
+    return [torch.equal(whole(p.detach()), 2.0 * b) for p, b in zip(model.parameters(), before, strict=True)]
+
+
+@pytest.mark.parametrize("preset", ["mics", "ddp", "zero3"])
+def test_a_local_part_of_a_parameter_is_the_parameter(ranks: RankPool, preset: str) -> None:
+    assert ranks(2, written_parts, preset) == [[True] * 3] * 2

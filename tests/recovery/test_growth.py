@@ -189,7 +189,7 @@ def test_a_newcomer_of_a_job_that_ends_says_so_and_ends(
 ) -> None:
     results = fast_results["ends"]
     assert [results[number]["error"] for number in (2, 3)] == ["SystemExit 0"] * 2
-    assert "the job has ended before it let this node in" in (fast_folder / "output").read_text()
+    assert "has ended before it let this node in" in (fast_folder / "output").read_text()
 
 
 @pytest.mark.slow
