@@ -34,12 +34,12 @@ JOBS: list[tuple[Scenario, Begins]] = [
     (Scenario(name="node", kills=dies(1)), [(0, 4), (6, 2)]),
     (Scenario(name="exchange", kills=dies(0, 6, "exchange")), [(0, 4), (3, 2)]),
     (Scenario(name="end", kills=dies(1, 12, "end")), [(0, 4), (12, 2)]),
-    (Scenario(name="loading", num_nodes=4, kills=dies(3) | dies(1, 8, "loading")), [(0, 8), (6, 4)]),
     (Scenario(name="back", kills=dies(1, 5), joins=(7,)), [(0, 4), (3, 2), (6, 4)]),
-    (Scenario(name="late", **LATE), [(0, 4), (6, 4)]),
     (Scenario(name="one-node", preset="mics", num_nodes=1, is_repeated=True), [(0, 2)]),
 ]
 WEEKLY: list[tuple[Scenario, Begins]] = [
+    (Scenario(name="loading", num_nodes=4, kills=dies(3) | dies(1, 8, "loading")), [(0, 8), (6, 4)]),
+    (Scenario(name="late", **LATE), [(0, 4), (6, 4)]),
     (Scenario(name="first-node", kills=dies(0)), [(0, 4), (6, 2)]),
     (Scenario(name="rank", kills={"3": (8, "step")}), [(0, 4), (6, 2)]),
     (Scenario(name="writing", kills=dies(1, 6, "writing")), [(0, 4), (3, 2)]),
@@ -171,7 +171,8 @@ def run_ranks(name: str, folder: Path, dies: str, world_size: int) -> str:
         return output.read()
 
 
-@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.weekly), "transformers"])
+@pytest.mark.weekly  # five processes that import a framework
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_training_by_a_framework_begins_again(name: str, tmp_path: Path) -> None:
     """As one rank that is started by hand, when both had died behind the same snapshot."""
     folders = [tmp_path / "again", tmp_path / "by-hand"]
