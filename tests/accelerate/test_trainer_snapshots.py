@@ -241,6 +241,7 @@ def test_snapshots_of_another_kind_of_script_are_refused_on_every_rank(ranks: Ra
 
 
 @pytest.mark.slow
+@pytest.mark.weekly  # launchers wait for one another; tests/snapshots/test_torchrun.py is of each commit
 def test_a_script_that_the_launcher_starts_again_continues(tmp_path: Path) -> None:
     results = {}
     for name in ("whole", "killed"):

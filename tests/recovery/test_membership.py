@@ -17,7 +17,7 @@ def memberships(count: int) -> list[Membership]:
     store, members = dist.HashStore(), [*range(count)]
     sockets = [PeerSockets(number, None) for number in members]
     addresses = {number: own.address for number, own in enumerate(sockets)}
-    policy = LossPolicy(block=1, lost_after_s=20.0, timeout=timedelta(seconds=60))
+    policy = LossPolicy(block=1, lost_after_s=2.0, timeout=timedelta(seconds=60))
     found = []
     for number, own in enumerate(sockets):
         own.connect(addresses, "job")
