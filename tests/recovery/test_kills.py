@@ -111,7 +111,12 @@ def fast_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    return run_cases(SLOW, tmp_path_factory.mktemp("slow"), *SAVES)
+    return run_cases(SLOW, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.fixture(scope="module")
+def save_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
+    return run_all(SAVES, tmp_path_factory.mktemp("saves"))
 
 
 @pytest.mark.parametrize("case", FAST, ids=[case.scenario.name for case in FAST])
@@ -128,9 +133,9 @@ def test_the_others_continue_bitwise_everywhere(case: Case, slow_results: dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["save", "barrier"])
 def test_a_save_that_a_death_has_interrupted_counts_on_all_ranks_or_is_repeated(
-    point: str, slow_results: dict[str, dict[int, Any]]
+    point: str, save_results: dict[str, dict[int, Any]]
 ) -> None:
-    job, resumed = slow_results[f"saves-{point}"], slow_results[f"continues-{point}"]
+    job, resumed = save_results[f"saves-{point}"], save_results[f"continues-{point}"]
     for rank in (0, 1):
         assert job[rank]["sizes"][3] == 2
         assert [job[rank]["losses"][step] for step in (3, 4, 5)] == [
