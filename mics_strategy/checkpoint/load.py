@@ -88,8 +88,8 @@ class OpenCheckpoint:
         contents = CheckpointContents(island.entries, classes)
         target = run_on_all_ranks(lambda: LoadTarget(sharded, optimizers, contents, strict=strict, has_model=has_model))
         if self._manifest is not None:
-            names = (name.partition(f"{RNG_KEY}.") for name in self._metadata.state_dict_metadata)
-            saved_rng = [key for before, found, key in names if found and not before]  # none without optimizers
+            prefix, names = f"{RNG_KEY}.", self._metadata.state_dict_metadata
+            saved_rng = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
             target.values[RNG_KEY] = request_rng(rank, world_size, self._manifest.world_size, saved_rng)
 
         feedback = FeedbackSource(

@@ -246,7 +246,7 @@ class _FullTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: ExactDTensor, is_copy: bool) -> torch.Tensor:
         plain = cast("DTensor", tensor.detach())  # torch 2.11 gives a DTensor
         ctx.like = as_exact(plain, tensor.mics_random, tensor.mics_origin)
-        return gather(tensor) if is_copy else plain._local_tensor.view_as(plain._local_tensor)
+        return gather(tensor) if is_copy else plain._local_tensor.view_as(plain._local_tensor)  # autograd marks it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

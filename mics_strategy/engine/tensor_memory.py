@@ -186,15 +186,20 @@ class TensorMemory:
         tensors, plain = list(self.shared.values()), list(self.plain.values())
         self.shared.clear()
         self.plain.clear()
-        if not tensors and not plain:
-            return
-        copied = (plain or [tensor._local_tensor for tensor in tensors])[0].untyped_storage().clone()
+        copies: dict[int, torch.UntypedStorage] = {}  # by address: a script may have a part of earlier memory
+
+        def moved(local: torch.Tensor) -> torch.Tensor:
+            storage = local.untyped_storage()
+            if storage.data_ptr() not in copies:
+                copies[storage.data_ptr()] = storage.clone()
+            copied = copies[storage.data_ptr()]
+            return local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())
+
         for local in plain:
-            local.data = local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())
+            local.data = moved(local)
         for tensor in tensors:
-            local = tensor._local_tensor
             tensor.mics_memory = None
-            tensor._local_tensor = local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())
+            tensor._local_tensor = moved(tensor._local_tensor)
 
 
 def check_not_kept(gradient: torch.Tensor, name: str) -> None:

@@ -173,7 +173,7 @@ class Applications:
 
     Attributes:
         waiting: Those without an answer.
-        description: What they must have; where it is None, `invite` compares.
+        description: Description that they must have; where it is None, `invite` compares.
     """
 
     def __init__(self, store: Any) -> None:

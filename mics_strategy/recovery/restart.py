@@ -156,12 +156,12 @@ class _Job:
 
     Args:
         membership: Its processes.
-        description: What a node must have that joins.
+        description: Description that a node must have to join; see `describe_block`.
         backend: Backend of the default group.
         wait_s: How long to wait for a node in place of a lost one, seconds.
 
     Attributes:
-        admitted: Of a node that joins: the generation of the running job that has ended for it, and by which agreement.
+        admitted: Generation of the running job that has ended for a node that joins, and the agreement that ended it.
         is_one_node: Whether the job is one node, of any number of ranks.
     """
 
@@ -251,7 +251,7 @@ class _Job:
         """Make a default group of the members that are left, and of nodes that wait to join. More may be lost.
 
         Args:
-            failure: What failed before.
+            failure: Failure before it, for a line.
 
         Raises:
             CommunicationError: This process leaves the job.

@@ -61,8 +61,8 @@ class TrainingCounts:
     """The trainings with snapshots that this process has begun and ended, by which it tells one from the next.
 
     Attributes:
-        begun: By launcher.
-        ended: By folder and name.
+        begun: Trainings that have begun, by launcher.
+        ended: Trainings that have ended, by folder and name.
     """
 
     begun: Mapping[str, int]
